@@ -1,0 +1,240 @@
+// The auxiliary load-balancing loss: formula and order of every sum. No FFI, no CUDA runtime.
+//
+//   loss = C * sum_e f[e] * sum_t p[t, e]        C = num_experts * coeff / (topk * N * N)
+//
+// The column sums follow core/slots.h. A slot's partial is the dot of f with its column sums:
+// column e is added to dot lane e mod 256 by a float64 fused multiply-add, ascending, from +0; the
+// lanes fold over adjacent pairs; the result is rounded once to float32. The loss is the
+// adjacent-pair float64 fold of the 256 partials, times C, rounded once to float32.
+//
+// Error: a chunk has at most 4 float32 roundings, the lane one, the lane fold log2(L) <= 7, the
+// partial and the loss one each; the float64 sums are exact enough not to count. So no positive
+// input is off by more than 13 roundings of 2^-24, 7.7e-7.
+#ifndef JAX_MOE_DET_FFI_AUX_LOSS_AUX_LOSS_H_
+#define JAX_MOE_DET_FFI_AUX_LOSS_AUX_LOSS_H_
+
+#include <cstdint>
+
+#include "core/numerics.h"
+#include "core/slots.h"
+
+namespace jax_moe_det {
+
+enum class ScoreType { kFloat32, kBFloat16, kFloat16 };
+enum class CountType { kInt32, kInt64, kFloat32 };
+enum class TotalType { kStatic, kInt32, kInt64, kUint32, kUint64 };
+
+// N: a static value, or a device integer that is read when the kernel runs.
+struct TotalNumTokens {
+  TotalType type;
+  double value;      // kStatic
+  const void* data;  // otherwise; one element, or one per batch item
+  bool batched;
+};
+
+// What turns the sum into the loss. num_experts may be smaller than the number of columns (the
+// folded sequence layout).
+struct AuxLossScale {
+  int64_t num_experts;
+  int64_t topk;
+  double coeff;
+  TotalNumTokens total_num_tokens;
+};
+
+struct AuxLossCounts {
+  CountType type;
+  const void* data;  // [num_columns], or [batch, num_columns]
+  bool batched;
+};
+
+// Operands of the sum over slots. Each is [1, ...] or [batch, ...], dense and row-major.
+struct AuxLossPartials {
+  ScoreType score_type;
+  const void* probs;  // [num_tokens, num_columns]
+  bool probs_batched;
+  AuxLossCounts counts;
+  const bool* valid_mask;  // [num_tokens]; null: all rows are valid
+  bool valid_mask_batched;
+  int64_t batch;
+  int64_t num_tokens;
+  int64_t num_columns;
+  int64_t rows_per_slot;  // of the whole loss, of which these rows may be one shard
+  int64_t num_slots;
+  float* partials;  // [batch, num_slots]
+};
+
+struct AuxLossFinal {
+  const float* partials;  // [batch, num_slots], num_slots <= kSlots, missing ones are +0
+  int64_t batch;
+  int64_t num_slots;
+  AuxLossScale scale;
+  float* loss;  // [batch]
+};
+
+// d loss / d probs[t, :] is the same for every valid row t.
+struct AuxLossRow {
+  AuxLossCounts counts;
+  const float* d_loss;  // [1] or [batch]
+  bool d_loss_batched;
+  int64_t batch;
+  int64_t num_columns;
+  AuxLossScale scale;
+  ScoreType score_type;
+  void* d_probs_row;  // [batch, num_columns]
+};
+
+// Scratch of one loss. `data` null: AuxLossWorkspaceQuery fills the size and nothing runs.
+struct AuxLossWorkspace {
+  float* data;
+  int64_t num_elements;
+};
+
+// 256 float32 for every shape and dtype.
+inline void AuxLossWorkspaceQuery(AuxLossWorkspace* workspace) {
+  workspace->num_elements = kSlots;
+}
+
+MOE_HOST_DEVICE double Count(const AuxLossCounts& counts, int64_t i) {
+  switch (counts.type) {
+    case CountType::kInt32:
+      return static_cast<double>(static_cast<const int32_t*>(counts.data)[i]);
+    case CountType::kInt64:
+      return static_cast<double>(static_cast<const int64_t*>(counts.data)[i]);
+    default:
+      return static_cast<double>(static_cast<const float*>(counts.data)[i]);
+  }
+}
+
+MOE_HOST_DEVICE double Total(const TotalNumTokens& total, int64_t batch_index) {
+  const int64_t i = total.batched ? batch_index : 0;
+  switch (total.type) {
+    case TotalType::kInt32:
+      return static_cast<double>(static_cast<const int32_t*>(total.data)[i]);
+    case TotalType::kInt64:
+      return static_cast<double>(static_cast<const int64_t*>(total.data)[i]);
+    case TotalType::kUint32:
+      return static_cast<double>(static_cast<const uint32_t*>(total.data)[i]);
+    case TotalType::kUint64:
+      return static_cast<double>(static_cast<const uint64_t*>(total.data)[i]);
+    default:
+      return total.value;
+  }
+}
+
+// A loss that is switched off, or of no tokens, is +0 whatever the other operands hold.
+MOE_HOST_DEVICE bool IsZero(const AuxLossScale& scale, double total_num_tokens) {
+  return scale.coeff == 0.0 || total_num_tokens == 0.0;
+}
+
+// C, left to right.
+MOE_HOST_DEVICE double ScaleFactor(const AuxLossScale& scale, double total_num_tokens) {
+  const double numerator = static_cast<double>(scale.num_experts) * scale.coeff;
+  return numerator / (static_cast<double>(scale.topk) * total_num_tokens * total_num_tokens);
+}
+
+MOE_HOST_DEVICE float LossFromSum(const AuxLossScale& scale, double total_num_tokens, double sum) {
+  if (IsZero(scale, total_num_tokens)) return 0.0f;
+  return CanonicalNan(static_cast<float>(sum * ScaleFactor(scale, total_num_tokens)));
+}
+
+template <class Score>
+MOE_HOST_DEVICE Score GradientElement(const AuxLossScale& scale, double total_num_tokens,
+                                      double count, float d_loss) {
+  Score out;
+  if (IsZero(scale, total_num_tokens)) {
+    RoundTo(0.0, &out);
+  } else {
+    RoundTo(ScaleFactor(scale, total_num_tokens) * count * static_cast<double>(d_loss), &out);
+  }
+  return out;
+}
+
+// ---- The reference loops of one slot, one loss and one row, which the CPU backend runs.
+
+namespace internal {
+
+// Columns are taken in blocks of kLaneSums / lanes, so that the lane sums stay in the L1 cache.
+constexpr int kLaneSums = 16 * kMaxLanes;
+
+// Adds kRows rows, one after the other in float32 from +0, then that chunk to the lane sums.
+template <int kRows, class Score>
+MOE_HOST_DEVICE void AddChunk(const Score* const* rows, int64_t width, double* lane_sums) {
+  for (int64_t c = 0; c < width; ++c) {
+    float chunk = 0.0f + ToFloat(rows[0][c]);
+    if (kRows > 1) chunk += ToFloat(rows[1][c]);
+    if (kRows > 2) chunk += ToFloat(rows[2][c]);
+    if (kRows > 3) chunk += ToFloat(rows[3][c]);
+    lane_sums[c] += static_cast<double>(chunk);
+  }
+}
+
+}  // namespace internal
+
+// Partial of the slot that starts at row `begin` and holds `num_rows` rows.
+template <class Score>
+MOE_HOST_DEVICE float SlotPartial(const Score* probs, const bool* valid_mask, int64_t num_rows,
+                                  int64_t num_columns, const AuxLossCounts& counts,
+                                  int64_t counts_offset) {
+  static_assert(kChunk == 4, "AddChunk and the switch below are written for four rows");
+  const int lanes = NumLanes(num_columns);
+  const int64_t block = internal::kLaneSums / lanes;
+  double dot[kDotLanes] = {};
+  double sums[internal::kLaneSums];
+  float lane[internal::kLaneSums];
+  for (int64_t first = 0; first < num_columns; first += block) {
+    const int64_t width = num_columns - first < block ? num_columns - first : block;
+    for (int l = 0; l < lanes; ++l) {
+      double* lane_sums = sums + l * width;
+      for (int64_t c = 0; c < width; ++c) lane_sums[c] = 0.0;
+      for (int64_t start = l; start < num_rows; start += kChunk * lanes) {
+        const Score* rows[kChunk];
+        int valid = 0;
+        for (int i = 0; i < kChunk; ++i) {
+          const int64_t row = start + i * lanes;
+          if (row >= num_rows) break;
+          if (valid_mask == nullptr || valid_mask[row]) {
+            rows[valid++] = probs + row * num_columns + first;
+          }
+        }
+        switch (valid) {
+          case 4:
+            internal::AddChunk<4>(rows, width, lane_sums);
+            break;
+          case 3:
+            internal::AddChunk<3>(rows, width, lane_sums);
+            break;
+          case 2:
+            internal::AddChunk<2>(rows, width, lane_sums);
+            break;
+          case 1:
+            internal::AddChunk<1>(rows, width, lane_sums);
+            break;
+          default:
+            break;
+        }
+      }
+    }
+    for (int64_t i = 0; i < lanes * width; ++i) lane[i] = static_cast<float>(sums[i]);
+    for (int half = lanes / 2; half > 0; half /= 2) {
+      for (int64_t i = 0; i < half * width; ++i) lane[i] = lane[i] + lane[i + half * width];
+    }
+    for (int64_t c = 0; c < width; ++c) {
+      double& sum = dot[(first + c) % kDotLanes];
+      sum = Fma(Count(counts, counts_offset + first + c), static_cast<double>(lane[c]), sum);
+    }
+  }
+  return CanonicalNan(static_cast<float>(FoldAdjacentPairs(dot, kDotLanes)));
+}
+
+MOE_HOST_DEVICE float LossFromPartials(const float* partials, int64_t num_slots,
+                                       const AuxLossScale& scale, double total_num_tokens) {
+  double sums[kSlots];
+  for (int64_t s = 0; s < kSlots; ++s) {
+    sums[s] = s < num_slots ? static_cast<double>(partials[s]) : 0.0;
+  }
+  return LossFromSum(scale, total_num_tokens, FoldAdjacentPairs(sums, kSlots));
+}
+
+}  // namespace jax_moe_det
+
+#endif  // JAX_MOE_DET_FFI_AUX_LOSS_AUX_LOSS_H_

@@ -1,0 +1,9 @@
+"""Deterministic mixture-of-experts routing for JAX."""
+
+from jax_moe_det import testing as testing
+from jax_moe_det.aux_loss import aux_loss_workspace as aux_loss_workspace
+from jax_moe_det.aux_loss import fused_moe_aux_loss as fused_moe_aux_loss
+
+__version__ = "0.1.0"
+
+__all__ = ["aux_loss_workspace", "fused_moe_aux_loss", "testing"]
