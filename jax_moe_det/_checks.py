@@ -86,7 +86,7 @@ def counts_array(argument: str, value: Any, shape: tuple[int, ...]) -> jax.Array
             host = host.astype(np.float32)  # Python floats, as JAX takes them
         if host.dtype.name not in COUNT_DTYPES:
             raise type_error(argument, f"dtype {host.dtype}", allowed)
-        if host.dtype == np.int64 and not jax.config.jax_enable_x64:
+        if host.dtype == np.int64 and not jax.config.read("jax_enable_x64"):
             limits = np.iinfo(np.int32)
             wrong = host[(host < limits.min) | (host > limits.max)]
             if wrong.size:

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jax_moe_det import _cpu
+import jax_moe_det._cpu as _cpu
 
 
 def _import_cuda() -> ModuleType | None:
@@ -108,6 +108,15 @@ def _replicate_explicit(x: Any) -> Any:
     return x if sharding is None else jax.reshard(x, sharding.update(spec=PartitionSpec()))
 
 
+def replicate_axis(x: Any, axis: int) -> Any:
+    """On an explicit mesh, `x` with one dimension that no mesh axis shards."""
+    sharding = explicit_sharding(jax.typeof(x))
+    if sharding is None or axis >= len(sharding.spec) or sharding.spec[axis] is None:
+        return x
+    spec = [None if i == axis else axes for i, axes in enumerate(sharding.spec)]
+    return jax.reshard(x, sharding.update(spec=PartitionSpec(*spec)))
+
+
 def partition(
     fun: Callable[..., Any],
     rule: str,
@@ -164,7 +173,7 @@ def partition(
 # ---- Primitives
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _jitted(fun: Callable[..., Any], params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(functools.partial(fun, **dict(params)))
 

@@ -7,6 +7,7 @@ The order of every sum is written in `ffi/core/slots.h` and `ffi/aux_loss/aux_lo
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -120,7 +121,7 @@ def _local_final(partials: Any, *total: Any, **scale: Any) -> Any:
 
 
 def _local_grad(*operands: Any, masked: bool, **scale: Any) -> Any:
-    """probs (its type only), tokens_per_expert, d_loss, [valid_mask], [N] -> d_probs."""
+    """Types of probs, tokens_per_expert, d_loss, [valid_mask], [N] -> d_probs."""
     like, counts, d_loss, *rest = operands
     ranks = _core_ranks(len(rest), masked, 2, 1, 0)
     batch = _batch_shape(operands, ranks)
@@ -177,27 +178,45 @@ def _gathered_loss(
     )
 
 
-def _rule(operands: Sequence[Any], cores: Sequence[str], result: str) -> str:
-    """Shardy's rule: batch dimensions are shared by name, those of size 1 stand alone."""
+def _rule(
+    operands: Sequence[Any], cores: Sequence[str], result: str, *, first_alone: bool = False
+) -> str:
+    """Shardy's rule: batch dimensions are shared by name, those of size 1 stand alone.
+
+    `first_alone`: the result shares them with the first operand alone.
+    """
     num_batch = operands[0].ndim - len(cores[0])
-    used = iter("hijklmnopqrsuvwxyz" * 8)
+    used = iter("hijklnopqrsuvwxyz" * 8)
     names = [f"b{i}" for i in range(num_batch)]
     batch = jnp.broadcast_shapes(*(x.shape[:num_batch] for x in operands))
-    sides = []
+    sides: list[str] = []
     for x, core in zip(operands, cores, strict=True):
+        shares = not (first_alone and sides)
         leading = [
-            name if x.shape[i] == batch[i] else f"{next(used)}{len(sides)}{i}"
+            name if shares and x.shape[i] == batch[i] else f"{next(used)}{len(sides)}{i}"
             for i, name in enumerate(names)
         ]
         sides.append(" ".join([*leading, *core]))
     return f"{', '.join(sides)} -> {' '.join([*names, *result])}"
 
 
+def _axis_names(axes: Any) -> tuple[Any, ...]:
+    if axes is None:
+        return ()
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
 def _batch_spec(specs: Sequence[tuple[Any, ...]], num_batch: int) -> tuple[Any, ...]:
-    """For each batch dimension the mesh axes of the first operand that is sharded there."""
-    return tuple(
-        next((spec[i] for spec in specs if spec[i] is not None), None) for i in range(num_batch)
-    )
+    """For each batch dimension the mesh axes of the first operand that is sharded there.
+
+    Operands may use one axis for different dimensions; the result uses it once.
+    """
+    out: list[Any] = []
+    for i in range(num_batch):
+        used = {name for axes in out for name in _axis_names(axes)}
+        free = (spec[i] for spec in specs if spec[i] and not used & {*_axis_names(spec[i])})
+        out.append(next(free, None))
+    return tuple(out)
 
 
 def _with_batch(operand: Any, batch_spec: Sequence[Any], core: Sequence[Any]) -> tuple[Any, ...]:
@@ -208,10 +227,7 @@ def _with_batch(operand: Any, batch_spec: Sequence[Any], core: Sequence[Any]) ->
 
 
 def _axis_size(mesh: Any, axes: Any) -> int:
-    if axes is None:
-        return 1
-    names = axes if isinstance(axes, tuple) else (axes,)
-    return int(np.prod([mesh.shape[name] for name in names]))
+    return math.prod(mesh.shape[name] for name in _axis_names(axes))
 
 
 def _loss(*operands: Any, axis_name: Any, masked: bool, like: bool, **options: Any) -> Any:
@@ -239,8 +255,8 @@ def _loss(*operands: Any, axis_name: Any, masked: bool, like: bool, **options: A
         if not whole_slots:
             rows = None
         batch = _batch_spec(specs, num_batch)
-        used = {a for s in batch if s is not None for a in (s if isinstance(s, tuple) else (s,))}
-        if rows is not None and used & set(rows if isinstance(rows, tuple) else (rows,)):
+        used = {name for axes in batch for name in _axis_names(axes)}
+        if used & {*_axis_names(rows)}:
             rows = None
         cores = [(rows, None), (None,), *([(rows,)] if masked else [])]
         cores += [()] * (len(operands) - len(cores))
@@ -272,26 +288,26 @@ def _grad(*operands: Any, axis_name: Any, masked: bool, **options: Any) -> Any:
 
     def plan(_mesh: Any, specs: Any) -> Any:
         rows, columns = specs[0][-2:]
-        batch = _batch_spec(specs, num_batch)
+        batch = _batch_spec(specs[:1], num_batch)
         cores = [(rows, columns), (columns,), (), *([(rows,)] if masked else [])]
         cores += [()] * (len(operands) - len(cores))
         wanted = [_with_batch(x, batch, core) for x, core in zip(operands, cores, strict=True)]
         return local, wanted, (*batch, rows, columns)
 
-    cores = ["te", "e", "", *(["t"] if masked else [])]
+    # The other operands' dimensions have names of their own: probs alone shards the gradient.
+    cores = ["te", "c", "", *(["m"] if masked else [])]
     cores += [""] * (len(operands) - len(cores))
-    return _ffi.partition(local, _rule(operands, cores, "te"), plan, operands)
+    rule = _rule(operands, cores, "te", first_alone=True)
+    return _ffi.partition(local, rule, plan, operands)
 
 
 # ---- Primitives and their derivatives. The loss is linear in probs: its derivative is itself, its
 # transpose is the gradient, and the gradient's transpose is the loss.
 
 
-def _result_batch(avals: Sequence[Any], core_ranks: Sequence[int]) -> tuple[Any, Any]:
-    """Shape and mesh axes of the batch dimensions of a result."""
-    shape = _batch_shape(avals, core_ranks)
-    specs = [tuple(a.sharding.spec) + (None,) * (a.ndim - len(a.sharding.spec)) for a in avals]
-    return shape, _batch_spec(specs, len(shape))
+def _full_spec(aval: Any) -> tuple[Any, ...]:
+    spec = tuple(aval.sharding.spec)
+    return spec + (None,) * (aval.ndim - len(spec))
 
 
 def _result_aval(aval: Any, shape: Sequence[int], spec: Sequence[Any], dtype: Any) -> Any:
@@ -307,8 +323,10 @@ def _loss_type(*avals: Any, axis_name: Any, masked: bool, like: bool, **_: Any) 
     if like:
         avals = avals[:-1]
     probs = avals[0]
-    batch, spec = _result_batch(avals, _core_ranks(len(avals) - 2, masked, 2, 1))
-    out = _result_aval(probs, batch, spec, jnp.float32)
+    batch = _batch_shape(avals, _core_ranks(len(avals) - 2, masked, 2, 1))
+    out = _result_aval(
+        probs, batch, _batch_spec([*map(_full_spec, avals)], len(batch)), jnp.float32
+    )
     if axis_name is None:
         return out
     # Replicated over the axis, unless an operand of the final sum is not.
@@ -319,9 +337,8 @@ def _loss_type(*avals: Any, axis_name: Any, masked: bool, like: bool, **_: Any) 
 
 def _grad_type(*avals: Any, masked: bool, **_: Any) -> Any:
     like = avals[0]
-    batch, spec = _result_batch(avals, _core_ranks(len(avals) - 3, masked, 2, 1, 0))
-    core = (tuple(like.sharding.spec) + (None,) * like.ndim)[: like.ndim][-2:]
-    return _result_aval(like, batch + like.shape[-2:], (*spec, *core), like.dtype)
+    batch = _batch_shape(avals, _core_ranks(len(avals) - 3, masked, 2, 1, 0))
+    return _result_aval(like, batch + like.shape[-2:], _full_spec(like), like.dtype)
 
 
 _bind_loss = _ffi.make_primitive("moe_aux_loss", _loss, _loss_type)
@@ -333,7 +350,9 @@ _bind_grad = _ffi.make_primitive("moe_aux_loss_grad", _grad, _grad_type)
 # the gradient, which XLA would otherwise replicate.
 
 
-def _loss_jvp(primals: Any, tangents: Any, *, implementation: Any, like: bool, **params: Any) -> Any:
+def _loss_jvp(
+    primals: Any, tangents: Any, *, implementation: Any, like: bool, **params: Any
+) -> Any:
     del implementation
     out = _bind_loss(*primals, like=like, **params)
     if type(tangents[0]) is ad.Zero:
@@ -404,7 +423,7 @@ def _zero_tangent(primal: Any) -> Any:
 
 def _ordered_sum(x: Any, axis: int) -> Any:
     """Sum over one axis in descending order, as JAX adds the cotangents of a Python loop."""
-    x = jnp.moveaxis(x, axis, 0)
+    x = jnp.moveaxis(_ffi.replicate_axis(x, axis), axis, 0)
     start = jnp.zeros_like(x[0])
     return lax.scan(lambda total, item: (total + item, None), start, x, reverse=True)[0]
 
@@ -508,7 +527,7 @@ def fused_moe_aux_loss(
         total = total if axis_name is None else lax.psum(total, axis_name)
 
     counts = checkpoint_name(counts, RESIDUAL_NAME)
-    optional = [] if mask is None else [mask]
+    optional: list[Any] = [] if mask is None else [mask]
     static_total = total if isinstance(total, float) else None
     # N is global over axis_name: it need not vary over it, and the loss is then replicated.
     if axis_name is None:

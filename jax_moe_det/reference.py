@@ -68,15 +68,31 @@ def aux_loss(
     total = _total(num_tokens, total_num_tokens, valid_mask)
     if coeff == 0 or total == 0:  # switched off, whatever probs hold
         return np.float32(0)
-    counts = np.asarray(tokens_per_expert).astype(np.float64)  # exact up to 2^53, then nearest
-    partials = np.zeros(NUM_SLOTS, np.float32)
+    partials = aux_loss_partials(probs, tokens_per_expert, valid_mask=valid_mask)
     with np.errstate(all="ignore"):
-        for first_slot, columns in _column_sums(probs, valid_mask):
-            dots = _dot(counts, columns).astype(np.float32)
-            partials[first_slot : first_slot + len(dots)] = dots
         total_sum = _fold_adjacent_pairs(partials.astype(np.float64))
         loss = np.float32(total_sum * _scale(num_experts or num_columns, coeff, topk, total))
     return _canonical_nan(loss)
+
+
+def aux_loss_partials(probs: Any, tokens_per_expert: Any, *, valid_mask: Any = None) -> np.ndarray:
+    """The workspace of one loss: the partial sum of each slot, and +0 in slots without rows.
+
+    Args:
+      probs: as in `aux_loss`.
+      tokens_per_expert: as in `aux_loss`.
+      valid_mask: as in `aux_loss`.
+
+    Returns:
+      Float32 `[256]`; a NaN is 0x7fc00000.
+    """
+    counts = np.asarray(tokens_per_expert).astype(np.float64)  # exact up to 2^53, then nearest
+    partials = np.zeros(NUM_SLOTS, np.float32)
+    with np.errstate(all="ignore"):
+        for first_slot, columns in _column_sums(np.asarray(probs), valid_mask):
+            dots = _dot(counts, columns).astype(np.float32)
+            partials[first_slot : first_slot + len(dots)] = dots
+    return _canonical_nan(partials)
 
 
 def aux_loss_grad(
