@@ -132,9 +132,11 @@ MOE_HOST_DEVICE double ScaleFactor(const AuxLossScale& scale, double total_num_t
   return numerator / (static_cast<double>(scale.topk) * total_num_tokens * total_num_tokens);
 }
 
-MOE_HOST_DEVICE float LossFromSum(const AuxLossScale& scale, double total_num_tokens, double sum) {
+// `factor` is ScaleFactor: a kernel computes it before the sum is there.
+MOE_HOST_DEVICE float LossFromSum(const AuxLossScale& scale, double total_num_tokens,
+                                  double factor, double sum) {
   if (IsZero(scale, total_num_tokens)) return 0.0f;
-  return CanonicalNan(static_cast<float>(sum * ScaleFactor(scale, total_num_tokens)));
+  return CanonicalNan(static_cast<float>(sum * factor));
 }
 
 template <class Score>
@@ -232,7 +234,8 @@ MOE_HOST_DEVICE float LossFromPartials(const float* partials, int64_t num_slots,
   for (int64_t s = 0; s < kSlots; ++s) {
     sums[s] = s < num_slots ? static_cast<double>(partials[s]) : 0.0;
   }
-  return LossFromSum(scale, total_num_tokens, FoldAdjacentPairs(sums, kSlots));
+  return LossFromSum(scale, total_num_tokens, ScaleFactor(scale, total_num_tokens),
+                     FoldAdjacentPairs(sums, kSlots));
 }
 
 }  // namespace jax_moe_det

@@ -223,7 +223,9 @@ inline ffi::Error ParseAuxLossPartials(ffi::AnyBuffer probs, ffi::AnyBuffer coun
                                             &partials->valid_mask, &partials->valid_mask_batched,
                                             nullptr));
   if (rows_per_slot < 1) return InvalidArgument(kOp, "rows_per_slot", rows_per_slot, "at least 1");
-  const int64_t num_slots = (partials->num_tokens + rows_per_slot - 1) / rows_per_slot;
+  // Rounded up without a sum, which an attribute of any size would overflow.
+  const int64_t num_slots = partials->num_tokens / rows_per_slot +
+                            (partials->num_tokens % rows_per_slot != 0 ? 1 : 0);
   if (num_slots > kSlots) {
     return InvalidArgument(kOp, "slots of one shard", num_slots, "at most 256");
   }
