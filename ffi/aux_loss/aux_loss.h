@@ -155,74 +155,109 @@ MOE_HOST_DEVICE Score GradientElement(const AuxLossScale& scale, double total_nu
 
 namespace internal {
 
-// Columns are taken in blocks of kLaneSums / lanes, so that the lane sums stay in the L1 cache.
+// Columns are taken in blocks of kLaneSums / lanes, so that the lane sums stay in the L1 cache. The
+// blocks (128, 64, 32 or 16 columns) divide kDotLanes.
 constexpr int kLaneSums = 16 * kMaxLanes;
 
-// Adds kRows rows, one after the other in float32 from +0, then that chunk to the lane sums.
-template <int kRows, class Score>
-MOE_HOST_DEVICE void AddChunk(const Score* const* rows, int64_t width, double* lane_sums) {
+// out[c] (+)= the chunk of kRows rows, added one after the other in float32. The first row starts
+// the chunk: +0 + x differs from x for x = -0 only, and no sum from +0 sees that sign.
+template <int kRows, bool kAdd, class Score, class Sum>
+MOE_HOST_DEVICE void AddChunk(const Score* const* rows, int64_t width, Sum* __restrict out) {
   for (int64_t c = 0; c < width; ++c) {
-    float chunk = 0.0f + ToFloat(rows[0][c]);
+    float chunk = 0.0f;
+    if (kRows > 0) chunk = ToFloat(rows[0][c]);
     if (kRows > 1) chunk += ToFloat(rows[1][c]);
     if (kRows > 2) chunk += ToFloat(rows[2][c]);
     if (kRows > 3) chunk += ToFloat(rows[3][c]);
-    lane_sums[c] += static_cast<double>(chunk);
+    out[c] = kAdd ? out[c] + static_cast<Sum>(chunk) : static_cast<Sum>(chunk);
   }
+}
+
+template <bool kAdd, class Score, class Sum>
+MOE_HOST_DEVICE void AddChunk(const Score* const* rows, int num_rows, int64_t width, Sum* out) {
+  static_assert(kChunk == 4, "written for four rows");
+  switch (num_rows) {
+    case 4:
+      return AddChunk<4, kAdd>(rows, width, out);
+    case 3:
+      return AddChunk<3, kAdd>(rows, width, out);
+    case 2:
+      return AddChunk<2, kAdd>(rows, width, out);
+    case 1:
+      return AddChunk<1, kAdd>(rows, width, out);
+    default:
+      if (!kAdd) AddChunk<0, kAdd>(rows, width, out);
+  }
+}
+
+template <class Int>
+MOE_HOST_DEVICE void CountsToDouble(const void* counts, int64_t offset, int64_t width,
+                                    double* __restrict out) {
+  const Int* from = static_cast<const Int*>(counts) + offset;
+  for (int64_t c = 0; c < width; ++c) out[c] = static_cast<double>(from[c]);
 }
 
 }  // namespace internal
 
-// Partial of the slot that starts at row `begin` and holds `num_rows` rows.
+// Partial of one slot: `num_rows` rows from `probs` on.
 template <class Score>
 MOE_HOST_DEVICE float SlotPartial(const Score* probs, const bool* valid_mask, int64_t num_rows,
                                   int64_t num_columns, const AuxLossCounts& counts,
                                   int64_t counts_offset) {
-  static_assert(kChunk == 4, "AddChunk and the switch below are written for four rows");
   const int lanes = NumLanes(num_columns);
   const int64_t block = internal::kLaneSums / lanes;
+  int used = lanes;  // lanes without rows are +0
+  while (used / 2 >= num_rows && used > 1) used /= 2;
+  const bool one_chunk = num_rows <= kChunk * lanes;
   double dot[kDotLanes] = {};
   double sums[internal::kLaneSums];
   float lane[internal::kLaneSums];
+  double weights[internal::kLaneSums / 16];
   for (int64_t first = 0; first < num_columns; first += block) {
     const int64_t width = num_columns - first < block ? num_columns - first : block;
-    for (int l = 0; l < lanes; ++l) {
-      double* lane_sums = sums + l * width;
-      for (int64_t c = 0; c < width; ++c) lane_sums[c] = 0.0;
-      for (int64_t start = l; start < num_rows; start += kChunk * lanes) {
+    for (int64_t start = 0; start == 0 || start < num_rows; start += kChunk * lanes) {
+      for (int l = 0; l < used; ++l) {
         const Score* rows[kChunk];
         int valid = 0;
         for (int i = 0; i < kChunk; ++i) {
-          const int64_t row = start + i * lanes;
+          const int64_t row = start + l + i * lanes;
           if (row >= num_rows) break;
           if (valid_mask == nullptr || valid_mask[row]) {
             rows[valid++] = probs + row * num_columns + first;
           }
         }
-        switch (valid) {
-          case 4:
-            internal::AddChunk<4>(rows, width, lane_sums);
-            break;
-          case 3:
-            internal::AddChunk<3>(rows, width, lane_sums);
-            break;
-          case 2:
-            internal::AddChunk<2>(rows, width, lane_sums);
-            break;
-          case 1:
-            internal::AddChunk<1>(rows, width, lane_sums);
-            break;
-          default:
-            break;
+        // The float64 sum of a single chunk, rounded to float32, is that chunk.
+        if (one_chunk) {
+          internal::AddChunk<false>(rows, valid, width, lane + l * width);
+        } else if (start == 0) {
+          internal::AddChunk<false>(rows, valid, width, sums + l * width);
+        } else {
+          internal::AddChunk<true>(rows, valid, width, sums + l * width);
         }
       }
     }
-    for (int64_t i = 0; i < lanes * width; ++i) lane[i] = static_cast<float>(sums[i]);
-    for (int half = lanes / 2; half > 0; half /= 2) {
-      for (int64_t i = 0; i < half * width; ++i) lane[i] = lane[i] + lane[i + half * width];
+    if (!one_chunk) {
+      for (int64_t i = 0; i < used * width; ++i) lane[i] = static_cast<float>(sums[i]);
     }
+    for (int half = used / 2; half > 0; half /= 2) {
+      float* __restrict low = lane;
+      const float* high = lane + half * width;
+      for (int64_t i = 0; i < half * width; ++i) low[i] = low[i] + high[i];
+    }
+    switch (counts.type) {
+      case CountType::kInt32:
+        internal::CountsToDouble<int32_t>(counts.data, counts_offset + first, width, weights);
+        break;
+      case CountType::kInt64:
+        internal::CountsToDouble<int64_t>(counts.data, counts_offset + first, width, weights);
+        break;
+      default:
+        internal::CountsToDouble<float>(counts.data, counts_offset + first, width, weights);
+        break;
+    }
+    double* dot_lanes = dot + first % kDotLanes;
     for (int64_t c = 0; c < width; ++c) {
-      double& sum = dot[(first + c) % kDotLanes];
-      sum = Fma(Count(counts, counts_offset + first + c), static_cast<double>(lane[c]), sum);
+      dot_lanes[c] = Fma(weights[c], static_cast<double>(lane[c]), dot_lanes[c]);
     }
   }
   return CanonicalNan(static_cast<float>(FoldAdjacentPairs(dot, kDotLanes)));

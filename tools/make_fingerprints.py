@@ -1,0 +1,13 @@
+"""Writes `jax_moe_det/fingerprints.json` from the NumPy reference, never from a kernel."""
+
+import json
+import pathlib
+
+from jax_moe_det.__main__ import CASES, reference_fingerprint
+
+PATH = pathlib.Path(__file__).parent.parent / "jax_moe_det" / "fingerprints.json"
+
+if __name__ == "__main__":
+    table = {name: reference_fingerprint(name) for name in CASES}
+    PATH.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"written: {PATH}")
