@@ -1,0 +1,115 @@
+"""Checks the machine code of a CUDA module for what the promise about bits forbids.
+
+Compiler flags say what should not happen; this looks at what came out: no approximate function, no
+float32 multiply-add that the source does not ask for, no flush to zero, and no floating-point
+atomic but those of the negative control.
+
+    python .ci/check_sass.py --architectures 80,90,100 _cuda.so
+
+Needs cuobjdump and nvdisasm on the PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+# Kernels whose source asks for a float32 fused multiply-add (regular expression; none so far).
+EXPLICIT_FMA = r"(?!)"
+# The negative control adds with atomics, and only it: finding them there proves that they would
+# be found elsewhere.
+NEGATIVE_CONTROL = r"AtomicKernel"
+
+ARCHITECTURE = re.compile(r"^\s*code for sm_(\w+)")
+FUNCTION = re.compile(r"^\s*Function : (\S+)")
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+FLOAT_ATOMIC = re.compile(r"(RED|REDG|ATOM|ATOMG|ATOMS)\..*(F16|F32|F64|BF16)")
+# Converts to an integer, in integer division: its operand is never subnormal.
+FLUSH_TO_ZERO = re.compile(r"(?!F2I).*\.FTZ")
+
+
+def instructions(module: str) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yields (architecture, function, opcode, operands) of every instruction of the module."""
+    command = ["cuobjdump", "-sass", module]
+    architecture = function = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            if match := INSTRUCTION.match(line):
+                yield architecture, function, match[1], [x.strip() for x in match[2].split(",")]
+            elif match := FUNCTION.match(line):
+                function = match[1]
+            elif match := ARCHITECTURE.match(line):
+                architecture = match[1]
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def is_approximation(opcode: str, operands: list[str], writers: dict[str, str]) -> bool:
+    """Does the multi-function unit reach a value here?"""
+    if not opcode.startswith("MUFU") or opcode == "MUFU.RCP64H":  # the seed of float64 division
+        return False
+    # A reciprocal of an integer starts an integer division, which corrects it.
+    return not (opcode == "MUFU.RCP" and writers.get(operands[1], "").startswith("I2F"))
+
+
+def is_multiply_add(opcode: str, operands: list[str]) -> bool:
+    """Is this a fused multiply-add of float32 or float16 that multiplies anything?
+
+    Compilers load constants with HFMA2 R0, -RZ, RZ, 0, 0 and add in float64 division with
+    FFMA R0, RZ, R1, R2.
+    """
+    return opcode.startswith(("FFMA", "HFMA2")) and operands[1].lstrip("-") != "RZ"
+
+
+def fault(function: str, opcode: str, operands: list[str], writers: dict[str, str]) -> str | None:
+    """Says what is wrong with an instruction, or None; `writers`: who last wrote a register."""
+    control = re.search(NEGATIVE_CONTROL, function)
+    if is_approximation(opcode, operands, writers):
+        return "approximate function"
+    if is_multiply_add(opcode, operands) and not re.search(EXPLICIT_FMA, function):
+        return "multiply-add"
+    if FLOAT_ATOMIC.match(opcode):
+        return None if control else "floating-point atomic"
+    if FLUSH_TO_ZERO.match(opcode):
+        return "flush to zero"
+    return None
+
+
+def main() -> int:
+    """Prints a summary and every fault; the exit status is 1 if there is one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("module", help="shared library or cubin")
+    parser.add_argument("--architectures", default="", help="that must be there: 80,90,100")
+    arguments = parser.parse_args()
+
+    # Of each architecture's functions: opcode that last wrote a register, in the code's order.
+    writers: dict[str, dict[str, dict[str, str]]] = collections.defaultdict(dict)
+    faults: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
+    controls = set()
+    for architecture, function, opcode, operands in instructions(arguments.module):
+        written = writers[architecture].setdefault(function, {})
+        if what := fault(function, opcode, operands, written):
+            faults[architecture, function, opcode, what] += 1
+        if FLOAT_ATOMIC.match(opcode) and re.search(NEGATIVE_CONTROL, function):
+            controls.add(architecture)
+        written[operands[0]] = opcode
+
+    missing = set(filter(None, arguments.architectures.split(","))) - set(writers)
+    blind = set(writers) - controls
+    for architecture, functions in sorted(writers.items()):
+        print(f"sm_{architecture}: {len(functions)} kernels")
+    for (architecture, function, opcode, what), count in sorted(faults.items()):
+        print(f"sm_{architecture}: {function}: {what}: {count} x {opcode}")
+    if missing or not writers:
+        print(f"no code for {', '.join(sorted(missing)) or 'any architecture'}")
+    if blind:
+        print(f"no atomic in the negative control, is it still there? {', '.join(sorted(blind))}")
+    return 1 if faults or missing or blind or not writers else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
