@@ -37,8 +37,8 @@ static ffi::Error ReadOnly(cudaStream_t stream, ffi::AnyBuffer data,
   const int64_t n = static_cast<int64_t>(data.size_bytes()) / 16;
   const int64_t wanted = (n + kThreads * 8 - 1) / (kThreads * 8);
   const int blocks = static_cast<int>(wanted < kMaxBlocks ? wanted : kMaxBlocks);
-  ReadOnlyKernel<<<blocks, kThreads, 0, stream>>>(static_cast<const uint4*>(data.untyped_data()),
-                                                  n, out->typed_data());
+  ReadOnlyKernel<<<blocks, kThreads, 0, stream>>>(static_cast<const uint4*>(data.untyped_data()), n,
+                                                  out->typed_data());
   if (cudaGetLastError() != cudaSuccess) return ffi::Error::Internal("read_only: launch failed");
   return ffi::Error::Success();
 }

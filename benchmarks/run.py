@@ -78,11 +78,9 @@ def read_only_kernel() -> Callable[[jax.Array], jax.Array] | None:
     if jax.default_backend() != "gpu":
         return None
     library = pathlib.Path(tempfile.mkdtemp()) / "read_only.so"
-    subprocess.run(
-        ["nvcc", "-O3", "-std=c++17", "-arch=native", "-shared", "-Xcompiler", "-fPIC"]
-        + [f"-I{jax.ffi.include_dir()}", str(HERE / "read_only.cu"), "-o", str(library)],
-        check=True,
-    )
+    command = ["nvcc", "-O3", "-std=c++17", "-arch=native", "-shared", "-Xcompiler", "-fPIC"]
+    command += [f"-I{jax.ffi.include_dir()}", str(HERE / "read_only.cu"), "-o", str(library)]
+    subprocess.run(command, check=True)
     handler = ctypes.CDLL(str(library)).ReadOnlyCuda
     jax.ffi.register_ffi_target("read_only", jax.ffi.pycapsule(handler), platform="CUDA")
     return lambda x: jax.ffi.ffi_call("read_only", jax.ShapeDtypeStruct((), jnp.float32))(x)
@@ -137,9 +135,11 @@ def main() -> None:
     shapes = [s for s in SHAPES if args.shapes is None or s.name in args.shapes]
     read_only = read_only_kernel()
     rows = [bench_aux_loss(shape, dtype, read_only) for dtype in args.dtypes for shape in shapes]
-    table = [{k: f"{v:.2f}" if isinstance(v, float) else v for k, v in r.items()} for r in rows]
-    print(tabulate([{k.replace("value_and_grad", "vg"): v for k, v in r.items()} for r in table],
-                   headers="keys"))  # fmt: skip
+    table = []
+    for row in rows:
+        cells = {k: f"{v:.2f}" if isinstance(v, float) else v for k, v in row.items()}
+        table.append({k.replace("value_and_grad", "vg"): v for k, v in cells.items()})
+    print(tabulate(table, headers="keys"))
     record = {"device": device.device_kind, "jax": jax.__version__, "aux_loss": rows}
     name = device.device_kind.lower().replace(" ", "_")
     output = args.output or HERE / "results" / f"aux_loss_{name}.json"

@@ -1,4 +1,4 @@
-"""`python -m jax_moe_det`: what is built and present, and whether the bits are the promised ones."""
+"""`python -m jax_moe_det`: what is built and present, and whether its bits are as promised."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def inputs(dtype: str, num_tokens: int, num_experts: int) -> tuple[np.ndarray, n
     n = num_tokens * num_experts
     hashed = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     scores = (hashed >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
-    probs = scores.reshape(num_tokens, num_experts).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    probs = scores.reshape(num_tokens, num_experts).astype(
+        np.dtype(getattr(ml_dtypes, dtype, dtype))
+    )
     counts = (np.arange(num_experts) * 7919 % (2 * num_tokens)).astype(np.int32)
     return probs, counts
 
@@ -86,9 +88,8 @@ def plain_jax(probs: Any, counts: Any, valid_mask: Any) -> Any:
 def reference_fingerprint(name: str) -> str:
     """A case's fingerprint from the NumPy reference: what the shipped table holds."""
     probs, counts, valid_mask = case_arguments(name)
-    options = {"valid_mask": valid_mask}
-    loss = reference.aux_loss(probs, counts, TOPK, COEFF, **options)
-    gradient = reference.aux_loss_grad(probs, counts, TOPK, COEFF, **options)
+    loss = reference.aux_loss(probs, counts, TOPK, COEFF, valid_mask=valid_mask)
+    gradient = reference.aux_loss_grad(probs, counts, TOPK, COEFF, valid_mask=valid_mask)
     return testing.fingerprint((loss, gradient))
 
 
@@ -169,8 +170,8 @@ def main(argv: list[str] | None = None) -> int:
     ]
     ok = not missing and all(row["ok"] for row in rows)
     if args.json:
-        report = {"version": jax_moe_det.__version__, "jax": jax.__version__, "backends": status,
-                  "checks": rows, "ok": ok}  # fmt: skip
+        versions = {"version": jax_moe_det.__version__, "jax": jax.__version__}
+        report = {**versions, "backends": status, "checks": rows, "ok": ok}
         print(json.dumps(report, indent=1))
         return 0 if ok else 1
 

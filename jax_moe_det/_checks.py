@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -131,3 +132,14 @@ def total_tokens(argument: str, value: Any) -> float | jax.Array:
         return float(total)
     except OverflowError:
         return math.inf
+
+
+def bound_axes(argument: str, value: Any) -> tuple[Hashable, ...]:
+    """Names of mesh axes that the surrounding shard_map or pmap binds (vmap's are not among them)."""
+    names = tuple(value) if isinstance(value, tuple | list) else (value,)
+    bound = jax.sharding.get_abstract_mesh().manual_axes
+    for name in names:
+        if name not in bound:
+            allowed = f"mesh axes of the surrounding jax.shard_map {tuple(bound)}"
+            raise value_error(argument, repr(name), allowed)
+    return names

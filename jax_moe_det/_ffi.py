@@ -79,7 +79,7 @@ def unify_varying(*operands: Any, over: Sequence[Any] = ()) -> list[Any]:
     union = frozenset(over).union(*map(varying_axes, operands))
     out = []
     for x in operands:
-        missing = tuple(sorted(union - varying_axes(x)))
+        missing = tuple(sorted(union - varying_axes(x), key=str))
         out.append(lax.pcast(x, missing, to="varying") if missing else x)
     return out
 

@@ -330,9 +330,9 @@ def _loss_type(*avals: Any, axis_name: Any, masked: bool, like: bool, **_: Any) 
     if axis_name is None:
         return out
     # Replicated over the axis, unless an operand of the final sum is not.
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     manual = out.manual_axis_type
-    return out.update(manual_axis_type=manual.update(varying=manual.varying - frozenset(axes)))
+    varying = manual.varying - frozenset(axis_name)
+    return out.update(manual_axis_type=manual.update(varying=varying))
 
 
 def _grad_type(*avals: Any, masked: bool, **_: Any) -> Any:
@@ -385,9 +385,8 @@ def _loss_transpose(
         *rest, exemplar = rest  # type: ignore[assignment]
     else:  # jax.linear_transpose: there is no primal
         exemplar = jnp.zeros(aval.shape, aval.dtype, device=_ffi.explicit_sharding(aval))
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     varying = aval.manual_axis_type.varying
-    if axis_name is not None and not set(axes) <= set(varying):
+    if axis_name is not None and not set(axis_name) <= set(varying):
         # Without varying types (check_vma=False, pmap) every device holds a share of the cotangent.
         d_loss = _ordered_sum(lax.all_gather(d_loss, axis_name, axis=0), 0)
     operands = _ffi.unify_varying(exemplar, counts, d_loss, *rest, over=varying)
@@ -513,34 +512,32 @@ def fused_moe_aux_loss(
     counts = _checks.counts_array("tokens_per_expert", tokens_per_expert, (num_columns,))
     if not isinstance(deterministic, bool | np.bool_):
         raise _checks.type_error("deterministic", repr(deterministic), "True or False")
-    if isinstance(axis_name, list):
-        axis_name = tuple(axis_name)
+    axes = None if axis_name is None else _checks.bound_axes("axis_name", axis_name)
     mask = None
     if valid_mask is not None:
         mask = _checks.mask_array("valid_mask", valid_mask, (num_tokens,))
     if total_num_tokens is not None:
         total = _checks.total_tokens("total_num_tokens", total_num_tokens)
     elif mask is None:
-        total = float(num_tokens if axis_name is None else num_tokens * lax.axis_size(axis_name))
+        total = float(num_tokens if axes is None else num_tokens * lax.axis_size(axes))
     else:
         total = jnp.sum(mask, dtype=jnp.uint32)
-        total = total if axis_name is None else lax.psum(total, axis_name)
+        total = total if axes is None else lax.psum(total, axes)
 
     counts = checkpoint_name(counts, RESIDUAL_NAME)
     optional: list[Any] = [] if mask is None else [mask]
     static_total = total if isinstance(total, float) else None
     # N is global over axis_name: it need not vary over it, and the loss is then replicated.
-    if axis_name is None:
+    if axes is None:
         optional += [] if static_total is not None else [total]
         operands = _ffi.unify_varying(probs, counts, *optional)
     else:
-        axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         over = () if not _ffi.varying_axes(probs) else axes
         operands = _ffi.unify_varying(probs, counts, *optional, over=over)
         operands += [] if static_total is not None else [total]
     return _bind_loss(
         *operands,
-        axis_name=axis_name,
+        axis_name=axes,
         masked=mask is not None,
         like=False,
         deterministic=bool(deterministic),

@@ -20,6 +20,8 @@
 
 namespace jax_moe_det {
 
+constexpr int64_t kMaxColumns = int64_t{1} << 28;
+
 enum class ScoreType { kFloat32, kBFloat16, kFloat16 };
 enum class CountType { kInt32, kInt64, kFloat32 };
 enum class TotalType { kStatic, kInt32, kInt64, kUint32, kUint64 };
@@ -90,9 +92,7 @@ struct AuxLossWorkspace {
 };
 
 // 256 float32 for every shape and dtype.
-inline void AuxLossWorkspaceQuery(AuxLossWorkspace* workspace) {
-  workspace->num_elements = kSlots;
-}
+inline void AuxLossWorkspaceQuery(AuxLossWorkspace* workspace) { workspace->num_elements = kSlots; }
 
 MOE_HOST_DEVICE double Count(const AuxLossCounts& counts, int64_t i) {
   switch (counts.type) {
@@ -133,8 +133,8 @@ MOE_HOST_DEVICE double ScaleFactor(const AuxLossScale& scale, double total_num_t
 }
 
 // `factor` is ScaleFactor: a kernel computes it before the sum is there.
-MOE_HOST_DEVICE float LossFromSum(const AuxLossScale& scale, double total_num_tokens,
-                                  double factor, double sum) {
+MOE_HOST_DEVICE float LossFromSum(const AuxLossScale& scale, double total_num_tokens, double factor,
+                                  double sum) {
   if (IsZero(scale, total_num_tokens)) return 0.0f;
   return CanonicalNan(static_cast<float>(sum * factor));
 }

@@ -23,8 +23,8 @@ MOE_HOST_DEVICE void ComputePartial(const AuxLossPartials& p, int64_t index) {
     const bool* mask = p.valid_mask;
     if (mask != nullptr) mask += (p.valid_mask_batched ? b * p.num_tokens : 0) + begin;
     partial = SlotPartial(static_cast<const Score*>(p.probs) + first_row * p.num_columns, mask,
-                          rest < p.rows_per_slot ? rest : p.rows_per_slot, p.num_columns,
-                          p.counts, p.counts.batched ? b * p.num_columns : 0);
+                          rest < p.rows_per_slot ? rest : p.rows_per_slot, p.num_columns, p.counts,
+                          p.counts.batched ? b * p.num_columns : 0);
   }
   p.partials[index] = partial;
 }
@@ -131,8 +131,8 @@ ffi::Error AuxLossBwd(ffi::AnyBuffer counts, ffi::AnyBuffer d_loss, ffi::Remaini
                       ffi::Result<ffi::AnyBuffer> d_probs_row, int64_t num_experts, int64_t topk,
                       double coeff, double total_num_tokens) {
   AuxLossRow row;
-  JAX_MOE_DET_RETURN_IF_ERROR(ParseAuxLossBwd(counts, d_loss, rest, d_probs_row, num_experts,
-                                              topk, coeff, total_num_tokens, &row));
+  JAX_MOE_DET_RETURN_IF_ERROR(ParseAuxLossBwd(counts, d_loss, rest, d_probs_row, num_experts, topk,
+                                              coeff, total_num_tokens, &row));
   switch (row.score_type) {
     case ScoreType::kFloat32:
       ComputeRow<float>(row);

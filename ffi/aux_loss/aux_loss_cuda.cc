@@ -55,8 +55,8 @@ ffi::Error AuxLossBwd(cudaStream_t stream, ffi::AnyBuffer counts, ffi::AnyBuffer
                       ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> d_probs_row,
                       int64_t num_experts, int64_t topk, double coeff, double total_num_tokens) {
   AuxLossRow row;
-  JAX_MOE_DET_RETURN_IF_ERROR(ParseAuxLossBwd(counts, d_loss, rest, d_probs_row, num_experts,
-                                              topk, coeff, total_num_tokens, &row));
+  JAX_MOE_DET_RETURN_IF_ERROR(ParseAuxLossBwd(counts, d_loss, rest, d_probs_row, num_experts, topk,
+                                              coeff, total_num_tokens, &row));
   return FromCuda("aux_loss_bwd", LaunchAuxLossBwd(stream, row));
 }
 

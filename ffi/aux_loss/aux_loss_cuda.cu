@@ -19,6 +19,7 @@ namespace {
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 512;  // of a block; two fit on a multiprocessor: 256 slots on 132
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int64_t kMaxGridY = 65535;
 
 // What the kernel reads of AuxLossPartials, in the widths that addresses are computed in: 64-bit
 // sizes in the inner loop cost more instructions than the sums. A stride of 0 shares an operand.
@@ -221,8 +222,7 @@ __device__ __forceinline__ void ManyRows(const char* column, int row_bytes, cons
 // At most kRowsPerLane rows a lane, one chunk: every load is issued before the first add. The
 // float64 lane sum of a single chunk is that chunk.
 // `meanwhile` runs while they are under way.
-template <class Score, int kVec, int kLanes, int kLanesPerThread, int kRowsPerLane,
-          class Meanwhile>
+template <class Score, int kVec, int kLanes, int kLanesPerThread, int kRowsPerLane, class Meanwhile>
 __device__ __forceinline__ void FewRows(const char* column, int row_bytes, int num_rows, int l,
                                         const Meanwhile& meanwhile, float* sum) {
   static_assert(kRowsPerLane <= kChunk, "one chunk only");
@@ -314,9 +314,8 @@ __device__ __forceinline__ void ColumnSums(const Tile& tile, int first, float* s
           static_assert(kDotColumns % 4 == 0, "whole quads");
 #pragma unroll
           for (int c = 0; c < kDotColumns; c += 4) {
-            const float4 quad = first + c < tile.width
-                                    ? *reinterpret_cast<const float4*>(row + c)
-                                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            const float4 quad = first + c < tile.width ? *reinterpret_cast<const float4*>(row + c)
+                                                       : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             lane[c] = quad.x;
             lane[c + 1] = quad.y;
             lane[c + 2] = quad.z;
@@ -402,8 +401,8 @@ __device__ __noinline__ double DotOfLanes(const double* dot_lanes, int thread) {
 // `kLanes` may be less than NumLanes where the slots have no more rows: the missing lanes are +0.
 // kRowsPerLane 0: any number. kDotColumns: neighbouring dot lanes of one thread. kManyTiles: the
 // columns exceed a block.
-template <class Score, int kVec, int kLanes, int kLanesPerThread, int kRowsPerLane,
-          int kDotColumns, bool kMasked, bool kManyTiles>
+template <class Score, int kVec, int kLanes, int kLanesPerThread, int kRowsPerLane, int kDotColumns,
+          bool kMasked, bool kManyTiles>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     AuxLossPartialsKernel(const __grid_constant__ PartialsParams p) {
   constexpr int kLaneThreads = kLanes / kLanesPerThread;
@@ -477,8 +476,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     // One warp finishes: a second barrier would cost more than the idle threads.
     if (thread >= kWarp) return;
     constexpr int kPart = kVec == 8 && kDotColumns > 4 ? 4 : kDotColumns;
-    dot = DotOfTile<kLaneThreads, kDotColumns, kPart, kVec % 4 == 0 && kPart % 4 == 0>(
-        {lane_sums, tile, p.num_columns, counts, p.count_type}, thread);
+    dot = DotOfTile < kLaneThreads, kDotColumns, kPart,
+    kVec % 4 == 0 &&
+        kPart % 4 == 0 > ({lane_sums, tile, p.num_columns, counts, p.count_type}, thread);
   }
   if (thread == 0) {
     p.partials[item * p.num_slots + slot] = CanonicalNan(static_cast<float>(dot));
@@ -526,37 +526,36 @@ __global__ void AuxLossRowKernel(const AuxLossRow r) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= r.batch * r.num_columns) return;
   const int64_t b = i / r.num_columns;
-  static_cast<Score*>(r.d_probs_row)[i] = GradientElement<Score>(
-      r.scale, Total(r.scale.total_num_tokens, b),
-      Count(r.counts, r.counts.batched ? i : i - b * r.num_columns),
-      r.d_loss[r.d_loss_batched ? b : 0]);
+  static_cast<Score*>(r.d_probs_row)[i] =
+      GradientElement<Score>(r.scale, Total(r.scale.total_num_tokens, b),
+                             Count(r.counts, r.counts.batched ? i : i - b * r.num_columns),
+                             r.d_loss[r.d_loss_batched ? b : 0]);
 }
 
 // The negative control: blocks add their float32 sums with an atomic, in whatever order they end.
 template <class Score>
 __global__ void AuxLossAtomicKernel(const AuxLossPartials p, const AuxLossFinal f) {
-  const int64_t b = blockIdx.y;
-  const double total = Total(f.scale.total_num_tokens, b);
-  if (IsZero(f.scale, total)) return;
-  const Score* probs = static_cast<const Score*>(p.probs) +
-                       (p.probs_batched ? b * p.num_tokens * p.num_columns : 0);
-  const int64_t counts_offset = p.counts.batched ? b * p.num_columns : 0;
-  float sum = 0.0f;
-  for (int64_t row = blockIdx.x; row < p.num_tokens; row += gridDim.x) {
-    if (p.valid_mask != nullptr &&
-        !p.valid_mask[(p.valid_mask_batched ? b * p.num_tokens : 0) + row]) {
-      continue;
+  for (int64_t b = blockIdx.y; b < p.batch; b += gridDim.y) {
+    const double total = Total(f.scale.total_num_tokens, b);
+    if (IsZero(f.scale, total)) continue;
+    const int64_t first = p.probs_batched ? b * p.num_tokens * p.num_columns : 0;
+    const Score* probs = static_cast<const Score*>(p.probs) + first;
+    const int64_t counts_offset = p.counts.batched ? b * p.num_columns : 0;
+    const int64_t mask_offset = p.valid_mask_batched ? b * p.num_tokens : 0;
+    float sum = 0.0f;
+    for (int64_t row = blockIdx.x; row < p.num_tokens; row += gridDim.x) {
+      if (p.valid_mask != nullptr && !p.valid_mask[mask_offset + row]) continue;
+      for (int64_t e = threadIdx.x; e < p.num_columns; e += blockDim.x) {
+        sum += ToFloat(probs[row * p.num_columns + e]) *
+               static_cast<float>(Count(p.counts, counts_offset + e));
+      }
     }
-    for (int64_t e = threadIdx.x; e < p.num_columns; e += blockDim.x) {
-      sum += ToFloat(probs[row * p.num_columns + e]) *
-             static_cast<float>(Count(p.counts, counts_offset + e));
+    for (int stride = kWarp / 2; stride > 0; stride /= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, stride);
     }
-  }
-  for (int stride = kWarp / 2; stride > 0; stride /= 2) {
-    sum += __shfl_xor_sync(kAllLanes, sum, stride);
-  }
-  if (threadIdx.x % kWarp == 0) {
-    atomicAdd(f.loss + b, sum * static_cast<float>(ScaleFactor(f.scale, total)));
+    if (threadIdx.x % kWarp == 0) {
+      atomicAdd(f.loss + b, sum * static_cast<float>(ScaleFactor(f.scale, total)));
+    }
   }
 }
 
@@ -566,8 +565,8 @@ __global__ void AuxLossAtomicKernel(const AuxLossPartials p, const AuxLossFinal 
 // lacks the wait. The loaded image decides, not the device alone.
 cudaError_t SupportsDependentLaunch(bool* supported) {
   cudaFuncAttributes attributes;
-  const cudaError_t status = cudaFuncGetAttributes(
-      &attributes, reinterpret_cast<const void*>(AuxLossFinalKernel<true>));
+  const cudaError_t status =
+      cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(AuxLossFinalKernel<true>));
   *supported = status == cudaSuccess && attributes.ptxVersion >= 90;
   return status;
 }
@@ -588,10 +587,9 @@ cudaError_t LaunchFinal(cudaStream_t stream, const AuxLossFinal& f, bool depende
 }
 
 // Launches blocks of column groups by lane threads.
-template <class Score, int kVec, int kLanes, int kLanesPerThread, int kRowsPerLane,
-          int kDotColumns, bool kMasked, bool kManyTiles = false>
+template <class Score, int kVec, int kLanes, int kLanesPerThread, int kRowsPerLane, int kDotColumns,
+          bool kMasked, bool kManyTiles = false>
 cudaError_t LaunchPartialsKernel(cudaStream_t stream, const AuxLossPartials& p, int groups) {
-  constexpr int64_t kMaxGridY = 65535;
   constexpr int kLaneThreads = kLanes / kLanesPerThread;
   const dim3 block(groups, kLaneThreads);
   const size_t shared = sizeof(float) * kLaneThreads * groups * kVec;
@@ -641,8 +639,7 @@ cudaError_t SelectRows(cudaStream_t stream, const AuxLossPartials& p) {
     return LaunchPartialsKernel<Score, 1, kLanes, kLanes <= 32 ? 8 : 4, 0, kDotColumns, kMasked>(
         stream, p, groups);
   } else if constexpr (kLanes > 32) {
-    return LaunchPartialsKernel<Score, kVec, kLanes, 1, 0, kDotColumns, kMasked>(stream, p,
-                                                                                 groups);
+    return LaunchPartialsKernel<Score, kVec, kLanes, 1, 0, kDotColumns, kMasked>(stream, p, groups);
   } else {
     const int lane_groups = groups * kLanes;
     if constexpr (!kMasked) {
@@ -681,8 +678,7 @@ cudaError_t SelectRows(cudaStream_t stream, const AuxLossPartials& p) {
       return LaunchPartialsKernel<Score, kVec, kLanes, 2, 0, kDotColumns, kMasked>(stream, p,
                                                                                    groups);
     }
-    return LaunchPartialsKernel<Score, kVec, kLanes, 4, 0, kDotColumns, kMasked>(stream, p,
-                                                                                 groups);
+    return LaunchPartialsKernel<Score, kVec, kLanes, 4, 0, kDotColumns, kMasked>(stream, p, groups);
   }
 }
 
@@ -705,8 +701,7 @@ cudaError_t SelectLanes(cudaStream_t stream, const AuxLossPartials& p) {
 template <class Score>
 cudaError_t SelectKernel(cudaStream_t stream, const AuxLossPartials& p) {
   constexpr int kWideVec = 16 / sizeof(Score);
-  const uint64_t alignment =
-      reinterpret_cast<uint64_t>(p.probs) | (p.num_columns * sizeof(Score));
+  const uint64_t alignment = reinterpret_cast<uint64_t>(p.probs) | (p.num_columns * sizeof(Score));
   const bool wide = alignment % 16 == 0;
   if (p.valid_mask != nullptr) {
     return wide ? SelectLanes<Score, kWideVec, true>(stream, p)
@@ -749,11 +744,11 @@ cudaError_t LaunchAuxLossFwd(cudaStream_t stream, const AuxLossPartials& partial
 cudaError_t LaunchAuxLossFwdAtomic(cudaStream_t stream, const AuxLossPartials& partials,
                                    const AuxLossFinal& final_sum) {
   if (partials.batch == 0) return cudaSuccess;
-  cudaError_t status =
-      cudaMemsetAsync(final_sum.loss, 0, sizeof(float) * final_sum.batch, stream);
+  cudaError_t status = cudaMemsetAsync(final_sum.loss, 0, sizeof(float) * final_sum.batch, stream);
   if (status != cudaSuccess || partials.num_tokens == 0) return status;
   const int64_t rows = partials.num_tokens < 1024 ? partials.num_tokens : 1024;
-  const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(partials.batch));
+  const int64_t items = partials.batch < kMaxGridY ? partials.batch : kMaxGridY;
+  const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(items));
   switch (partials.score_type) {
     case ScoreType::kFloat32:
       AuxLossAtomicKernel<float><<<grid, 256, 0, stream>>>(partials, final_sum);

@@ -52,17 +52,16 @@ inline ffi::Error ParseCounts(const char* op, const ffi::AnyBuffer& counts, int6
   }
   const auto dims = counts.dimensions();
   if (!ParseBatched(dims, 1, batch, &out->batched) || dims.back() != num_columns) {
-    return InvalidArgument(op, "shape of tokens_per_expert", ShapeString(dims),
-                           "[..., " + std::to_string(num_columns) + "] of 1 or " +
-                               std::to_string(batch) + " items");
+    return InvalidArgument(
+        op, "shape of tokens_per_expert", ShapeString(dims),
+        "[..., " + std::to_string(num_columns) + "] of 1 or " + std::to_string(batch) + " items");
   }
   out->data = counts.untyped_data();
   return ffi::Error::Success();
 }
 
-inline ffi::Error ParseScale(const char* op, int64_t num_columns, int64_t num_experts,
-                             int64_t topk, double coeff, double total_num_tokens,
-                             AuxLossScale* out) {
+inline ffi::Error ParseScale(const char* op, int64_t num_columns, int64_t num_experts, int64_t topk,
+                             double coeff, double total_num_tokens, AuxLossScale* out) {
   if (num_experts < 1 || (num_columns > 0 && num_columns % num_experts != 0)) {
     return InvalidArgument(op, "num_experts", num_experts,
                            "a divisor of the " + std::to_string(num_columns) + " columns");
@@ -141,14 +140,19 @@ inline ffi::Error ParseProbs(const char* op, const ffi::AnyBuffer& probs,
   }
   const auto dims = probs.dimensions();
   if (!ParseBatched(dims, 2, batch, &out->probs_batched)) {
-    return InvalidArgument(op, "shape of probs", ShapeString(dims),
-                           "[..., num_tokens, num_columns] of 1 or " + std::to_string(batch) +
-                               " items");
+    return InvalidArgument(
+        op, "shape of probs", ShapeString(dims),
+        "[..., num_tokens, num_columns] of 1 or " + std::to_string(batch) + " items");
   }
   out->probs = probs.untyped_data();
   out->batch = batch;
   out->num_tokens = dims[dims.size() - 2];
   out->num_columns = dims.back();
+  // Kernels hold the bytes of a row in 32 bits.
+  if (out->num_columns > kMaxColumns) {
+    return InvalidArgument(op, "columns of probs", out->num_columns,
+                           "at most " + std::to_string(kMaxColumns));
+  }
   out->valid_mask = nullptr;
   out->valid_mask_batched = false;
   return ParseCounts(op, counts, batch, out->num_columns, &out->counts);
@@ -158,8 +162,7 @@ inline ffi::Error ParseProbs(const char* op, const ffi::AnyBuffer& probs,
 inline ffi::Error CheckPartials(const char* op, const char* what, const ffi::AnyBuffer& buffer,
                                 int64_t batch, int64_t num_slots) {
   const auto dims = buffer.dimensions();
-  if (buffer.element_type() != ffi::DataType::F32 || dims.size() == 0 ||
-      dims.back() != num_slots ||
+  if (buffer.element_type() != ffi::DataType::F32 || dims.size() == 0 || dims.back() != num_slots ||
       static_cast<int64_t>(buffer.element_count()) != batch * num_slots) {
     return InvalidArgument(
         op, what,
@@ -171,10 +174,10 @@ inline ffi::Error CheckPartials(const char* op, const char* what, const ffi::Any
   return ffi::Error::Success();
 }
 
-#define JAX_MOE_DET_RETURN_IF_ERROR(expr)     \
-  do {                                        \
-    ::xla::ffi::Error error = (expr);         \
-    if (error.failure()) return error;        \
+#define JAX_MOE_DET_RETURN_IF_ERROR(expr) \
+  do {                                    \
+    ::xla::ffi::Error error = (expr);     \
+    if (error.failure()) return error;    \
   } while (false)
 
 // probs, tokens_per_expert, [valid_mask], [total_num_tokens] -> loss [batch], workspace.
@@ -190,8 +193,8 @@ inline ffi::Error ParseAuxLossFwd(ffi::AnyBuffer probs, ffi::AnyBuffer counts,
   const int64_t batch = static_cast<int64_t>(loss->element_count());
   JAX_MOE_DET_RETURN_IF_ERROR(ParseProbs(kOp, probs, counts, batch, partials));
   AuxLossScale scale;
-  JAX_MOE_DET_RETURN_IF_ERROR(ParseScale(kOp, partials->num_columns, num_experts, topk, coeff,
-                                         total_num_tokens, &scale));
+  JAX_MOE_DET_RETURN_IF_ERROR(
+      ParseScale(kOp, partials->num_columns, num_experts, topk, coeff, total_num_tokens, &scale));
   JAX_MOE_DET_RETURN_IF_ERROR(ParseOptional(kOp, rest, batch, partials->num_tokens,
                                             &partials->valid_mask, &partials->valid_mask_batched,
                                             &scale));
@@ -224,8 +227,8 @@ inline ffi::Error ParseAuxLossPartials(ffi::AnyBuffer probs, ffi::AnyBuffer coun
                                             nullptr));
   if (rows_per_slot < 1) return InvalidArgument(kOp, "rows_per_slot", rows_per_slot, "at least 1");
   // Rounded up without a sum, which an attribute of any size would overflow.
-  const int64_t num_slots = partials->num_tokens / rows_per_slot +
-                            (partials->num_tokens % rows_per_slot != 0 ? 1 : 0);
+  const int64_t num_slots =
+      partials->num_tokens / rows_per_slot + (partials->num_tokens % rows_per_slot != 0 ? 1 : 0);
   if (num_slots > kSlots) {
     return InvalidArgument(kOp, "slots of one shard", num_slots, "at most 256");
   }

@@ -31,8 +31,7 @@ inline std::string TypeString(ffi::DataType type) {
 
 // Anything that prints: an operand's shape, a number, a dtype.
 template <class Got, class Wanted>
-ffi::Error InvalidArgument(const char* op, const char* what, const Got& got,
-                           const Wanted& wanted) {
+ffi::Error InvalidArgument(const char* op, const char* what, const Got& got, const Wanted& wanted) {
   std::ostringstream message;
   message << op << ": " << what << ": got " << got << ", wanted " << wanted;
   return ffi::Error::InvalidArgument(message.str());

@@ -125,8 +125,8 @@ int RunCase(int64_t batch, int64_t num_tokens, int64_t num_columns, bool masked,
   const AuxLossScale scale = {
       num_columns, 1, 0.01, {TotalType::kStatic, static_cast<double>(num_tokens), nullptr, false}};
   AuxLossFinal f = {d_partials.data(), batch, kSlots, scale, d_loss.data()};
-  AuxLossRow r = {p.counts, d_cotangent.data(), false,       batch,
-                  num_columns, scale,           p.score_type, d_row.data()};
+  AuxLossRow r = {p.counts, d_cotangent.data(), false,       batch, num_columns,
+                  scale,    p.score_type,       d_row.data()};
   Check(LaunchAuxLossFwd(nullptr, p, f), "LaunchAuxLossFwd");
   Check(LaunchAuxLossBwd(nullptr, r), "LaunchAuxLossBwd");
   AuxLossFinal atomic = f;
@@ -145,11 +145,11 @@ int RunCase(int64_t batch, int64_t num_tokens, int64_t num_columns, bool masked,
       const int64_t begin = s * p.rows_per_slot;
       const int64_t rest = num_tokens - begin;
       const int64_t first = b * num_tokens + begin;
-      expected[s] = SlotPartial(
-          probs.data() + first * num_columns,
-          masked ? reinterpret_cast<const bool*>(mask.data()) + first : nullptr,
-          rest < p.rows_per_slot ? rest : p.rows_per_slot, num_columns, host_counts,
-          b * num_columns);
+      expected[s] =
+          SlotPartial(probs.data() + first * num_columns,
+                      masked ? reinterpret_cast<const bool*>(mask.data()) + first : nullptr,
+                      rest < p.rows_per_slot ? rest : p.rows_per_slot, num_columns, host_counts,
+                      b * num_columns);
     }
     const float expected_loss =
         LossFromPartials(expected.data(), kSlots, scale, static_cast<double>(num_tokens));
