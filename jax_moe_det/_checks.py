@@ -135,7 +135,7 @@ def total_tokens(argument: str, value: Any) -> float | jax.Array:
 
 
 def bound_axes(argument: str, value: Any) -> tuple[Hashable, ...]:
-    """Names of mesh axes that the surrounding shard_map or pmap binds (vmap's are not among them)."""
+    """Names of mesh axes that the surrounding shard_map or pmap binds; not those of vmap."""
     names = tuple(value) if isinstance(value, tuple | list) else (value,)
     bound = jax.sharding.get_abstract_mesh().manual_axes
     for name in names:

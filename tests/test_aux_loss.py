@@ -328,7 +328,7 @@ def test_aux_loss_order_cancelling(num_experts, dtype):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("shape", [(256, 1), (200, 1), (1, 256), (1, 200), (1, 520), (3, 2304)])
 def test_aux_loss_order_of_the_float64_trees(shape, seed):
-    """Values of 2^0 to 2^100 and their negatives: float64 loses the small ones, unless they meet."""
+    """Values of 2^0 to 2^100 and their negatives: float64 loses a small one beside a large one."""
     rng = np.random.default_rng(seed)
     size = shape[0] * shape[1]
     half = np.ldexp(rng.uniform(1, 2, size // 2), rng.integers(0, 100, size // 2))
@@ -1471,8 +1471,11 @@ def test_aux_loss_a16_int64_values_that_fit():
 
 
 def test_aux_loss_unknown_axis_name():
-    with pytest.raises(NameError, match="nowhere"):
+    """Only mesh axes: vmap's name would be taken for one device's rows."""
+    with pytest.raises(ValueError, match=r"axis_name: got 'nowhere'; allowed: mesh axes"):
         loss(P4, COUNTS4, axis_name="nowhere")
+    with pytest.raises(ValueError, match=r"axis_name: got 'items'; allowed: mesh axes"):
+        jax.vmap(lambda p: loss(p, COUNTS4, axis_name="items"), axis_name="items")(P4[None])
 
 
 # ---- deterministic=False
