@@ -60,7 +60,8 @@ class PythonRunner:
         """Starts a program; returns a function that waits for it and returns what it printed."""
         path = self._folder / f"program{len(list(self._folder.iterdir()))}.py"
         path.write_text(textwrap.dedent(program))
-        search = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+        # An empty entry would be this folder, whose package has no compiled modules.
+        search = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
             [sys.executable, "-W", "error", str(path), *arguments],
             env={**os.environ, "PYTHONPATH": search, **(env or {})},

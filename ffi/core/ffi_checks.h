@@ -29,12 +29,17 @@ inline std::string TypeString(ffi::DataType type) {
   return out.str();
 }
 
-// Anything that prints: an operand's shape, a number, a dtype.
-template <class Got, class Wanted>
-ffi::Error InvalidArgument(const char* op, const char* what, const Got& got, const Wanted& wanted) {
-  std::ostringstream message;
-  message << op << ": " << what << ": got " << got << ", wanted " << wanted;
-  return ffi::Error::InvalidArgument(message.str());
+inline std::string Text(const std::string& text) { return text; }
+inline std::string Text(ffi::DataType type) { return TypeString(type); }
+inline std::string Text(int64_t number) { return std::to_string(number); }
+inline std::string Text(double number) { return std::to_string(number); }
+
+// Anything that has a Text: an operand's shape, a number, a dtype.
+template <class Got>
+ffi::Error InvalidArgument(const char* op, const char* what, const Got& got,
+                           const std::string& wanted) {
+  return ffi::Error::InvalidArgument(std::string(op) + ": " + what + ": got " + Text(got) +
+                                     ", wanted " + wanted);
 }
 
 // An operand is [leading..., core...] with `num_core` core dimensions. Sets *batched: does it hold
