@@ -476,9 +476,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     // One warp finishes: a second barrier would cost more than the idle threads.
     if (thread >= kWarp) return;
     constexpr int kPart = kVec == 8 && kDotColumns > 4 ? 4 : kDotColumns;
-    dot = DotOfTile < kLaneThreads, kDotColumns, kPart,
-    kVec % 4 == 0 &&
-        kPart % 4 == 0 > ({lane_sums, tile, p.num_columns, counts, p.count_type}, thread);
+    constexpr bool kQuads = kVec % 4 == 0 && kPart % 4 == 0;
+    const Tile whole = {lane_sums, tile, p.num_columns, counts, p.count_type};
+    dot = DotOfTile<kLaneThreads, kDotColumns, kPart, kQuads>(whole, thread);
   }
   if (thread == 0) {
     p.partials[item * p.num_slots + slot] = CanonicalNan(static_cast<float>(dot));
@@ -591,6 +591,8 @@ template <class Score, int kVec, int kLanes, int kLanesPerThread, int kRowsPerLa
           bool kMasked, bool kManyTiles = false>
 cudaError_t LaunchPartialsKernel(cudaStream_t stream, const AuxLossPartials& p, int groups) {
   constexpr int kLaneThreads = kLanes / kLanesPerThread;
+  // The last warp's shuffles need a whole one: SelectRows chooses no fewer threads.
+  if (groups * kLaneThreads < kWarp) return cudaErrorInvalidConfiguration;
   const dim3 block(groups, kLaneThreads);
   const size_t shared = sizeof(float) * kLaneThreads * groups * kVec;
   const int64_t count_bytes = p.counts.type == CountType::kInt64 ? 8 : 4;
@@ -644,7 +646,7 @@ cudaError_t SelectRows(cudaStream_t stream, const AuxLossPartials& p) {
     const int lane_groups = groups * kLanes;
     if constexpr (!kMasked) {
       const int64_t rows_per_lane = (p.rows_per_slot + kLanes - 1) / kLanes;
-      if (kLanes == 32 && p.rows_per_slot <= 16 && lane_groups <= 8 * kMaxThreads) {
+      if (kLanes == 32 && p.rows_per_slot <= 16 && groups * 16 / 4 >= kWarp) {
         // Half of the lanes hold no row.
         return LaunchPartialsKernel<Score, kVec, 16, 4, 1, kDotColumns, false>(stream, p, groups);
       }

@@ -176,7 +176,8 @@ int main(int argc, char** argv) {
   const int64_t max_elements = argc > 1 ? std::atoll(argv[1]) : 5000000;
   int failed = 0;
   int cases = 0;
-  for (int64_t num_columns : {1, 2, 8, 24, 33, 64, 100, 128, 130, 256, 300, 512, 520, 2304}) {
+  for (int64_t num_columns : {1,  2,   4,   8,   16,  17,  24,  33,  36,  40,  48,  56,
+                              64, 100, 128, 130, 132, 136, 256, 264, 300, 512, 520, 2304}) {
     for (int64_t num_tokens : {0, 1, 2, 255, 257, 4096, 9000, 17000, 40000}) {
       if (num_tokens * num_columns > max_elements) continue;
       for (bool masked : {false, true}) {
