@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import functools
 import json
 import pathlib
 import statistics
@@ -41,7 +40,12 @@ COEFF = 0.01
 def time_us(fn: Callable[..., Any], buffers: list[jax.Array], *rest: jax.Array) -> float:
     """Median microseconds of `fn(buffer, *rest)`."""
     on_gpu = jax.default_backend() == "gpu"
-    unrolled = len(buffers) * (max(1, 32 // len(buffers)) if on_gpu else 1)
+    unrolled = len(buffers) * (max(1, 16 // len(buffers)) if on_gpu else 1)
+    # A guess of the time, 2 us and 4 TB/s (CPU: 10 GB/s), sets the loops: about 60 ms of calls,
+    # beside which the start of the program does not count. The number is static: a loop of
+    # unknown length asks the host after every turn.
+    guess_us = 2 + buffers[0].nbytes / (4e6 if on_gpu else 1e4)
+    loops = max(1, int(60e3 / (guess_us * unrolled)))
 
     def body(_: Any, state: Any) -> Any:
         outs, rest = state
@@ -55,20 +59,16 @@ def time_us(fn: Callable[..., Any], buffers: list[jax.Array], *rest: jax.Array) 
         return new, rest
 
     # The loop's results stay on the device: a host that hands out buffers is slower than the op.
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(loops: int, buffers: list[jax.Array], rest: tuple[jax.Array, ...]) -> Any:
+    @jax.jit
+    def run(buffers: list[jax.Array], rest: tuple[jax.Array, ...]) -> Any:
         start = [fn(buffers[0], *rest)] * unrolled
         return lax.fori_loop(0, loops, body, (start, rest))  # all results: none is unused
 
-    jax.block_until_ready(run(2, buffers, rest))
-    begin = time.perf_counter()
-    jax.block_until_ready(run(2, buffers, rest))
-    loops = max(2, int((0.02 if on_gpu else 0.1) / (time.perf_counter() - begin)))
-    jax.block_until_ready(run(loops, buffers, rest))
+    jax.block_until_ready(run(buffers, rest))
     times = []
     for _ in range(7):
         begin = time.perf_counter()
-        jax.block_until_ready(run(loops, buffers, rest))
+        jax.block_until_ready(run(buffers, rest))
         times.append((time.perf_counter() - begin) / (loops * unrolled))
     return statistics.median(times) * 1e6
 

@@ -255,12 +255,14 @@ MOE_HOST_DEVICE float SlotPartial(const Score* probs, const bool* valid_mask, in
         internal::CountsToDouble<float>(counts.data, counts_offset + first, width, weights);
         break;
     }
-    double* dot_lanes = dot + first % kDotLanes;
+    double* __restrict sum = dot + first % kDotLanes;
     for (int64_t c = 0; c < width; ++c) {
-      dot_lanes[c] = Fma(weights[c], static_cast<double>(lane[c]), dot_lanes[c]);
+      sum[c] = Fma(weights[c], static_cast<double>(lane[c]), sum[c]);
     }
   }
-  return CanonicalNan(static_cast<float>(FoldAdjacentPairs(dot, kDotLanes)));
+  int dot_lanes = 1;  // lanes without columns are +0
+  while (dot_lanes < num_columns && dot_lanes < kDotLanes) dot_lanes *= 2;
+  return CanonicalNan(static_cast<float>(FoldAdjacentPairs(dot, dot_lanes)));
 }
 
 MOE_HOST_DEVICE float LossFromPartials(const float* partials, int64_t num_slots,
