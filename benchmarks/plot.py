@@ -18,7 +18,7 @@ def draw(record: dict, output: pathlib.Path) -> None:
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     passes = ["forward", "value_and_grad"]
     figure, axes = plt.subplots(
-        len(passes), len(dtypes), figsize=(7 * len(dtypes), 7), sharey="row", squeeze=False
+        len(passes), len(dtypes), figsize=(7 * len(dtypes), 7), squeeze=False
     )
     for i, name in enumerate(passes):
         for j, dtype in enumerate(dtypes):
@@ -36,7 +36,6 @@ def draw(record: dict, output: pathlib.Path) -> None:
             labels = [row["shape"].rsplit("-", 1)[-1] for row in chosen]
             panel.set_xticks(range(len(chosen)), labels, rotation=30)
             panel.set_title(f"{name}, {dtype}")
-            panel.set_yscale("log")
             panel.set_ylabel("microseconds")
             panel.legend()
     figure.suptitle(f"auxiliary loss, {record['device']}, jax {record['jax']}")
