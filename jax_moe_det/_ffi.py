@@ -103,6 +103,12 @@ def explicit_sharding(aval: Any) -> NamedSharding | None:
     return aval.sharding if not mesh.empty and mesh.explicit_axes else None
 
 
+def full_spec(x: Any) -> tuple[Any, ...]:
+    """The mesh axes of every dimension of a value with a NamedSharding."""
+    spec = tuple(x.sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
+
+
 def _replicate_explicit(x: Any) -> Any:
     sharding = explicit_sharding(jax.typeof(x))
     return x if sharding is None else jax.reshard(x, sharding.update(spec=PartitionSpec()))
@@ -146,10 +152,8 @@ def partition(
         shardings = [arg.sharding for arg in args]
         mesh = next((s.mesh for s in shardings if isinstance(s, NamedSharding)), mesh)
         specs = [
-            tuple(s.spec) + (None,) * (arg.ndim - len(s.spec))
-            if isinstance(s, NamedSharding)
-            else (None,) * arg.ndim
-            for s, arg in zip(shardings, args, strict=True)
+            full_spec(arg) if isinstance(arg.sharding, NamedSharding) else (None,) * arg.ndim
+            for arg in args
         ]
         local, wanted, result = plan(mesh, specs)
 

@@ -81,6 +81,13 @@ def _share_or_fill(x: Any, rank: int, batch: tuple[int, ...]) -> Any:
     return jnp.broadcast_to(x, batch + x.shape[x.ndim - rank :])
 
 
+def _fill_batch(operands: Sequence[Any], core_ranks: Sequence[int]) -> tuple[Any, tuple[Any, ...]]:
+    """The batch's shape, and the operands as handlers take them."""
+    batch = _batch_shape(operands, core_ranks)
+    filled = (_share_or_fill(x, r, batch) for x, r in zip(operands, core_ranks, strict=True))
+    return batch, tuple(filled)
+
+
 def _core_ranks(num_optional: int, masked: bool, *fixed: int) -> list[int]:
     """Ranks without the batch: of the fixed operands, then valid_mask [T] and N []."""
     return [*fixed, *([1] if masked else []), *([0] * (num_optional - masked))]
@@ -89,8 +96,7 @@ def _core_ranks(num_optional: int, masked: bool, *fixed: int) -> list[int]:
 def _local_loss(*operands: Any, masked: bool, deterministic: bool, **scale: Any) -> Any:
     """probs, tokens_per_expert, [valid_mask], [N] -> loss."""
     ranks = _core_ranks(len(operands) - 2, masked, 2, 1)
-    batch = _batch_shape(operands, ranks)
-    operands = tuple(_share_or_fill(x, r, batch) for x, r in zip(operands, ranks, strict=True))
+    batch, operands = _fill_batch(operands, ranks)
     probs = operands[0]
     workspace = aux_loss_workspace(probs.shape[-2:], probs.dtype)
     target = "aux_loss_fwd" if deterministic else "aux_loss_fwd_atomic"
@@ -104,8 +110,7 @@ def _local_loss(*operands: Any, masked: bool, deterministic: bool, **scale: Any)
 def _local_partials(*operands: Any, rows_per_slot: int) -> Any:
     """probs, tokens_per_expert, [valid_mask], whole slots of them -> partials."""
     ranks = _core_ranks(len(operands) - 2, len(operands) > 2, 2, 1)
-    batch = _batch_shape(operands, ranks)
-    operands = tuple(_share_or_fill(x, r, batch) for x, r in zip(operands, ranks, strict=True))
+    batch, operands = _fill_batch(operands, ranks)
     num_slots = -(-operands[0].shape[-2] // rows_per_slot)
     result = _ffi.typed_like(operands[0], (*batch, num_slots), jnp.float32)
     return _ffi.call("aux_loss_partials", result, *operands, rows_per_slot=np.int64(rows_per_slot))
@@ -127,12 +132,7 @@ def _local_grad(*operands: Any, masked: bool, **scale: Any) -> Any:
     batch = _batch_shape(operands, ranks)
     # The row does not depend on the token: items that differ by their mask alone share it.
     mask, total = (rest[0], rest[1:]) if masked else (None, rest)
-    row_operands = (counts, d_loss, *total)
-    row_ranks = [1, 0, *([0] * len(total))]
-    row_batch = _batch_shape(row_operands, row_ranks)
-    row_operands = tuple(
-        _share_or_fill(x, r, row_batch) for x, r in zip(row_operands, row_ranks, strict=True)
-    )
+    row_batch, row_operands = _fill_batch((counts, d_loss, *total), [1, 0, *([0] * len(total))])
     columns = like.shape[-1:]
     row = _ffi.call(
         "aux_loss_bwd",
@@ -150,6 +150,13 @@ def _local_grad(*operands: Any, masked: bool, **scale: Any) -> Any:
 # ---- Sharding.
 
 
+def _rows_per_whole_slot(num_tokens: int, num_shards: int) -> int | None:
+    """Rows per slot, where each of the shards holds whole slots."""
+    rows_per_slot = _ffi.rows_per_slot(num_tokens)
+    whole = num_tokens > 0 and num_tokens % (num_shards * rows_per_slot) == 0
+    return rows_per_slot if whole else None
+
+
 def _gathered_loss(
     axes: Any, *operands: Any, num_shards: int, masked: bool, deterministic: bool, **scale: Any
 ) -> Any:
@@ -160,12 +167,11 @@ def _gathered_loss(
     """
     probs, counts, *rest = operands
     mask, total = (rest[:1], rest[1:]) if masked else ([], rest)
-    local_rows = probs.shape[-2]
-    rows_per_slot = _ffi.rows_per_slot(local_rows * num_shards)
+    rows_per_slot = _rows_per_whole_slot(probs.shape[-2] * num_shards, num_shards)
     # Where types say what varies by device (shard_map), gathered data does not.
     to = "invarying" if _ffi.varying_axes(probs) else "varying"
     gather = functools.partial(lax.all_gather, axis_name=axes, tiled=True, to=to)
-    if rows_per_slot and local_rows % rows_per_slot == 0 and deterministic:
+    if rows_per_slot is not None and deterministic:
         partials = _local_partials(probs, counts, *mask, rows_per_slot=rows_per_slot)
         return _local_final(gather(partials, axis=partials.ndim - 1), *total, **scale)
     probs = gather(probs, axis=probs.ndim - 2)
@@ -249,10 +255,7 @@ def _loss(*operands: Any, axis_name: Any, masked: bool, like: bool, **options: A
     def plan(mesh: Any, specs: Any) -> Any:
         rows = specs[0][-2]
         shards = _axis_size(mesh, rows)
-        whole_slots = num_tokens % shards == 0 and (
-            num_tokens // shards % max(1, _ffi.rows_per_slot(num_tokens)) == 0
-        )
-        if not whole_slots:
+        if _rows_per_whole_slot(num_tokens, shards) is None:
             rows = None
         batch = _batch_spec(specs, num_batch)
         used = {name for axes in batch for name in _axis_names(axes)}
@@ -305,11 +308,6 @@ def _grad(*operands: Any, axis_name: Any, masked: bool, **options: Any) -> Any:
 # transpose is the gradient, and the gradient's transpose is the loss.
 
 
-def _full_spec(aval: Any) -> tuple[Any, ...]:
-    spec = tuple(aval.sharding.spec)
-    return spec + (None,) * (aval.ndim - len(spec))
-
-
 def _result_aval(aval: Any, shape: Sequence[int], spec: Sequence[Any], dtype: Any) -> Any:
     return aval.update(
         shape=tuple(shape),
@@ -325,7 +323,7 @@ def _loss_type(*avals: Any, axis_name: Any, masked: bool, like: bool, **_: Any) 
     probs = avals[0]
     batch = _batch_shape(avals, _core_ranks(len(avals) - 2, masked, 2, 1))
     out = _result_aval(
-        probs, batch, _batch_spec([*map(_full_spec, avals)], len(batch)), jnp.float32
+        probs, batch, _batch_spec([*map(_ffi.full_spec, avals)], len(batch)), jnp.float32
     )
     if axis_name is None:
         return out
@@ -338,7 +336,7 @@ def _loss_type(*avals: Any, axis_name: Any, masked: bool, like: bool, **_: Any) 
 def _grad_type(*avals: Any, masked: bool, **_: Any) -> Any:
     like = avals[0]
     batch = _batch_shape(avals, _core_ranks(len(avals) - 3, masked, 2, 1, 0))
-    return _result_aval(like, batch + like.shape[-2:], _full_spec(like), like.dtype)
+    return _result_aval(like, batch + like.shape[-2:], _ffi.full_spec(like), like.dtype)
 
 
 _bind_loss = _ffi.make_primitive("moe_aux_loss", _loss, _loss_type)

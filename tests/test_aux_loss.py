@@ -7,7 +7,6 @@ error model beside it. Names and docstrings carry the number of the case they co
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import functools
 import itertools
 import re
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import count_compilations
 from jax import lax
 
 from jax_moe_det import aux_loss_workspace, fused_moe_aux_loss, reference
@@ -1064,21 +1064,6 @@ def test_aux_loss_d25_two_losses_in_one_program():
     want = (loss(*a), loss(*b), loss(*a), loss(*a, coeff=0.5))
     check_reproducible(both, a, b, repeats=20)
     assert_same_bits(both(a, b), want)
-
-
-@contextlib.contextmanager
-def count_compilations():
-    events = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            events.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield events
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_aux_loss_one_jitted_call_is_one_compilation():

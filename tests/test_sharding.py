@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import count_compilations
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -393,22 +394,13 @@ def test_aux_loss_sharded_compiles_once():
     mesh = make_mesh((8,), ("a",))
     probs, counts, _ = inputs(2040, 8)  # a shape of its own
     p, c = put(mesh, (probs, P("a")), (counts, P()))
-    events = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            events.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with count_compilations() as events:
         jax.block_until_ready(jax.jit(loss_and_grad)(p, c))
         assert len(events) == 1
         jax.block_until_ready(loss_and_grad(p, c))
         events.clear()
         jax.block_until_ready(loss_and_grad(p, c))
         assert not events
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 # ---- shard_map
