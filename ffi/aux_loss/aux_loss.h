@@ -22,7 +22,6 @@ namespace jax_moe_det {
 
 constexpr int64_t kMaxColumns = int64_t{1} << 28;
 
-enum class ScoreType { kFloat32, kBFloat16, kFloat16 };
 enum class CountType { kInt32, kInt64, kFloat32 };
 enum class TotalType { kStatic, kInt32, kInt64, kUint32, kUint64 };
 
@@ -263,6 +262,17 @@ MOE_HOST_DEVICE float SlotPartial(const Score* probs, const bool* valid_mask, in
   int dot_lanes = 1;  // lanes without columns are +0
   while (dot_lanes < num_columns && dot_lanes < kDotLanes) dot_lanes *= 2;
   return CanonicalNan(static_cast<float>(FoldAdjacentPairs(dot, dot_lanes)));
+}
+
+// A slot's partial from its column sums, where those are known before the counts.
+MOE_HOST_DEVICE float PartialFromColumnSums(const float* sums, int64_t num_columns,
+                                            const AuxLossCounts& counts, int64_t counts_offset) {
+  double dot[kDotLanes] = {};
+  for (int64_t c = 0; c < num_columns; ++c) {
+    double* lane = dot + c % kDotLanes;
+    *lane = Fma(Count(counts, counts_offset + c), static_cast<double>(sums[c]), *lane);
+  }
+  return CanonicalNan(static_cast<float>(FoldAdjacentPairs(dot, kDotLanes)));
 }
 
 MOE_HOST_DEVICE float LossFromPartials(const float* partials, int64_t num_slots,

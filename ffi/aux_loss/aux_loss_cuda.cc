@@ -4,21 +4,15 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <string>
 
 #include "aux_loss/aux_loss_ffi.h"
 #include "aux_loss/aux_loss_launch.h"
+#include "core/cuda_checks.h"
 #include "core/ffi_checks.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_moe_det {
 namespace {
-
-// The caller's faults were found before any launch: what is left is CUDA's.
-ffi::Error FromCuda(const char* op, cudaError_t status) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string(op) + ": CUDA: " + cudaGetErrorString(status));
-}
 
 template <cudaError_t (*kLaunch)(cudaStream_t, const AuxLossPartials&, const AuxLossFinal&)>
 ffi::Error AuxLossFwd(cudaStream_t stream, ffi::AnyBuffer probs, ffi::AnyBuffer counts,

@@ -1,4 +1,5 @@
-// CUDA kernels of the auxiliary loss: a block per slot writes one partial, one warp folds them.
+// CUDA kernels of the auxiliary loss: a block per slot (of small slots, a warp) writes one partial,
+// one warp folds them.
 //
 // The order of every sum is that of aux_loss.h; the block shape below changes speed only. The two
 // kernels are joined by programmatic dependent launch: the fold is resident while the slots are
@@ -7,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "aux_loss/aux_loss.h"
 #include "aux_loss/aux_loss_launch.h"
@@ -24,19 +26,22 @@ constexpr int64_t kMaxGridY = 65535;
 // What the kernel reads of AuxLossPartials, in the widths that addresses are computed in: 64-bit
 // sizes in the inner loop cost more instructions than the sums. A stride of 0 shares an operand.
 struct PartialsParams {
-  const void* probs;
-  const void* counts;
-  const bool* valid_mask;
+  // What every block reads comes first: it shares a line of the constant cache.
+  const char* probs;
+  const char* counts;
   float* partials;
+  int64_t slot_bytes;
+  int rows_per_slot;
+  unsigned whole_slots;  // have rows_per_slot rows; the next one has last_rows, the others none
+  int last_rows;
+  unsigned num_slots;
+  int row_bytes;
+  int num_columns;
+  CountType count_type;
+  const bool* valid_mask;
   int64_t probs_stride;  // bytes from item to item
   int64_t counts_stride;
   int64_t mask_stride;
-  int64_t num_tokens;
-  int row_bytes;
-  int num_columns;
-  int rows_per_slot;
-  int num_slots;
-  CountType count_type;
 };
 
 // ---- Loads of kVec neighbouring elements, kept raw until they are added (bfloat16 would spill).
@@ -250,11 +255,12 @@ __device__ __forceinline__ void FewRows(const char* column, int row_bytes, int n
       sum);
 }
 
-// Sum over the warp's 32 values, adjacent pairs first; every lane holds it. IEEE addition
-// commutes, so the exchange order within a pair does not matter.
+// Sum over the warp's first kCount values, adjacent pairs first; each of those lanes holds it. IEEE
+// addition commutes, so the exchange order within a pair does not matter.
+template <int kCount = kWarp>
 __device__ __forceinline__ double WarpFoldAdjacentPairs(double value) {
 #pragma unroll
-  for (int stride = 1; stride < kWarp; stride *= 2) {
+  for (int stride = 1; stride < kCount; stride *= 2) {
     value = value + __shfl_xor_sync(kAllLanes, value, stride);
   }
   return value;
@@ -372,6 +378,83 @@ __device__ __forceinline__ double DotOfTile(const Tile& tile, int thread) {
   return WarpFoldAdjacentPairs(FoldAdjacentPairsOf<kDotColumns>(dot));
 }
 
+// ---- The same where the compiler knows the number of columns, and the counts are quads of int32:
+// straight-line code, which starts and ends sooner.
+
+template <int kColumns, int kDotColumns>
+constexpr int kDotThreads = (kColumns < kDotLanes ? kColumns : kDotLanes) / kDotColumns;
+
+// The counts of the columns of dot lanes thread * kDotColumns + c.
+template <int kColumns, int kDotColumns>
+struct DotCounts {
+  static constexpr int kRounds = (kColumns + kDotLanes - 1) / kDotLanes;
+  int4 quads[kRounds][kDotColumns / 4];
+
+  __device__ __forceinline__ void Load(const int32_t* counts, int thread) {
+    if (thread >= kDotThreads<kColumns, kDotColumns>) return;
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+#pragma unroll
+      for (int q = 0; q < kDotColumns / 4; ++q) {
+        const int first = r * kDotLanes + thread * kDotColumns + q * 4;
+        quads[r][q] = __ldg(reinterpret_cast<const int4*>(counts + first));
+      }
+    }
+  }
+};
+
+// x, exactly: x + 2^52 + 2^31 is a double with those low bits. Conversions run at a quarter of the
+// rate of this subtraction.
+__device__ __forceinline__ double ToDouble(int x) {
+  constexpr double kOffset = 0x1.000008p52;
+  return __hiloint2double(0x43300000, x ^ static_cast<int>(0x80000000u)) - kOffset;
+}
+
+// Where the four columns from `column` on lie in a row of lane sums. Of eight columns a thread, the
+// dot reads every second quad at a time: in every other run of eight quads neighbours trade places,
+// so that no two threads meet in a bank.
+template <int kDotColumns>
+__device__ __forceinline__ int QuadAt(int column) {
+  return kDotColumns == 8 ? column ^ ((column >> 3) & 4) : column;
+}
+
+template <int kLaneThreads, int kDotColumns, int kColumns>
+__device__ __forceinline__ double DotOfColumns(const float* lane_sums,
+                                               const DotCounts<kColumns, kDotColumns>& counts,
+                                               int thread) {
+  constexpr int kThreads = kDotThreads<kColumns, kDotColumns>;
+  double dot[kDotColumns];
+#pragma unroll
+  for (int c = 0; c < kDotColumns; ++c) dot[c] = 0.0;
+  if (thread < kThreads) {
+#pragma unroll
+    for (int r = 0; r < DotCounts<kColumns, kDotColumns>::kRounds; ++r) {
+#pragma unroll
+      for (int q = 0; q < kDotColumns / 4; ++q) {
+        const float* quad =
+            lane_sums + QuadAt<kDotColumns>(r * kDotLanes + thread * kDotColumns + q * 4);
+        float sums[4];
+        FoldHalves<kLaneThreads, 4>(
+            [quad](int i, float* lane) {
+              const float4 raw = *reinterpret_cast<const float4*>(quad + i * kColumns);
+              lane[0] = raw.x;
+              lane[1] = raw.y;
+              lane[2] = raw.z;
+              lane[3] = raw.w;
+            },
+            sums);
+        const int4 n = counts.quads[r][q];
+        double* to = dot + q * 4;
+        to[0] = Fma(ToDouble(n.x), static_cast<double>(sums[0]), to[0]);
+        to[1] = Fma(ToDouble(n.y), static_cast<double>(sums[1]), to[1]);
+        to[2] = Fma(ToDouble(n.z), static_cast<double>(sums[2]), to[2]);
+        to[3] = Fma(ToDouble(n.w), static_cast<double>(sums[3]), to[3]);
+      }
+    }
+  }
+  return WarpFoldAdjacentPairs<kThreads>(FoldAdjacentPairsOf<kDotColumns>(dot));
+}
+
 // The dot lanes of a block that takes one tile after the other lie in shared memory. Not inlined:
 // it would be compiled once more for every kernel.
 template <int kLaneThreads>
@@ -397,90 +480,147 @@ __device__ __noinline__ double DotOfLanes(const double* dot_lanes, int thread) {
   return WarpFoldAdjacentPairs(FoldAdjacentPairsOf<kPerThread>(dot));
 }
 
-// Grid (slots, batch), block (column groups, kLaneThreads); a group is kVec neighbouring columns.
+// threadIdx, read anew: kept over the loop over the rows, it costs registers there, and the last
+// load of a round then waits for the first sum (65536 x 160: 6 % of the time).
+struct Position {
+  int x;
+  int y;
+};
+
+__device__ __forceinline__ Position PositionInBlock() {
+  Position self;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(self.x));
+  asm volatile("mov.u32 %0, %%tid.y;" : "=r"(self.y));
+  return self;
+}
+
+// A slot of one warp shares its block with others: it needs no barrier.
+template <int kVec, int kLaneThreads, int kColumns>
+constexpr int kSlotsPerBlock = kColumns / kVec * kLaneThreads == kWarp ? 4 : 1;
+
+// Grid (blocks of slots, batch), block (column groups, kLaneThreads, slots); a group is kVec
+// neighbouring columns.
 // `kLanes` may be less than NumLanes where the slots have no more rows: the missing lanes are +0.
-// kRowsPerLane 0: any number. kDotColumns: neighbouring dot lanes of one thread. kManyTiles: the
-// columns exceed a block.
+// kRowsPerLane 0: any number. kDotColumns: neighbouring dot lanes of one thread. kColumns: the
+// number of columns, with counts that are aligned quads of int32; 0: any. kManyTiles: the columns
+// exceed a block.
 template <class Score, int kVec, int kLanes, int kLanesPerThread, int kRowsPerLane, int kDotColumns,
-          bool kMasked, bool kManyTiles>
+          int kColumns, bool kMasked, bool kManyTiles>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     AuxLossPartialsKernel(const __grid_constant__ PartialsParams p) {
   constexpr int kLaneThreads = kLanes / kLanesPerThread;
-  extern __shared__ __align__(16) float lane_sums[];  // [kLaneThreads, tile]
-  __shared__ __align__(16) int64_t counts[kMaxTile];  // raw, of count_type
+  constexpr bool kKnown = kColumns > 0;
+  extern __shared__ __align__(16) float shared_sums[];  // [slots, kLaneThreads, tile]
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-  const int tile = blockDim.x * kVec;
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  const int num_threads = blockDim.x * blockDim.y;
-  const int slot = blockIdx.x;
-  const int64_t item = blockIdx.y;
-  const int64_t begin = static_cast<int64_t>(slot) * p.rows_per_slot;
-  const int64_t rest = p.num_tokens - begin;
-  const int num_rows = static_cast<int>(rest < p.rows_per_slot ? rest : p.rows_per_slot);
-  const char* probs =
-      static_cast<const char*>(p.probs) + item * p.probs_stride + begin * p.row_bytes;
-  const bool* valid_mask = kMasked ? p.valid_mask + item * p.mask_stride + begin : nullptr;
+  const int num_columns = kKnown ? kColumns : p.num_columns;
+  const int row_bytes = kKnown ? kColumns * static_cast<int>(sizeof(Score)) : p.row_bytes;
+  const int groups = kKnown ? kColumns / kVec : blockDim.x;
+  const int tile = groups * kVec;
+  const int thread = threadIdx.y * groups + threadIdx.x;
+  constexpr int kBlockSlots = kSlotsPerBlock<kVec, kLaneThreads, kColumns>;
+  float* lane_sums = shared_sums;
+  unsigned slot = blockIdx.x;
+  if constexpr (kBlockSlots > 1) {
+    slot = slot * kBlockSlots + threadIdx.z;
+    lane_sums += threadIdx.z * (kLaneThreads * kColumns);
+  }
+  const int num_rows = slot < p.whole_slots    ? p.rows_per_slot
+                       : slot == p.whole_slots ? p.last_rows
+                                               : 0;
+  const char* probs = p.probs + slot * p.slot_bytes;
+  const char* item_counts = p.counts;
+  const bool* valid_mask =
+      kMasked ? p.valid_mask + static_cast<int64_t>(slot) * p.rows_per_slot : nullptr;
+  if (__builtin_expect(gridDim.y > 1, false)) {  // a single loss does without these products
+    const int64_t item = blockIdx.y;
+    probs += item * p.probs_stride;
+    item_counts += item * p.counts_stride;
+    if constexpr (kMasked) valid_mask += item * p.mask_stride;
+  }
 
-  const auto sum_lanes = [&](int first, int width) {
-    const auto copy_counts = [&] {
-      const char* from = static_cast<const char*>(p.counts) + item * p.counts_stride;
-      CopyCounts(from, p.count_type, first, width, thread, num_threads, counts);
-    };
+  // Leaves the lane sums of a tile in shared memory, for the next barrier. `get_counts` runs where
+  // it delays no score: while they are under way, or after them where registers are short.
+  const auto sum_lanes = [&](int first, int width, const auto& get_counts) {
     const int column = threadIdx.x * kVec;
     const char* from = probs + static_cast<int64_t>(first + column) * sizeof(Score);
     float sum[kVec];
     if constexpr (kRowsPerLane > 0) {
-      FewRows<Score, kVec, kLanes, kLanesPerThread, kRowsPerLane>(from, p.row_bytes, num_rows,
-                                                                  threadIdx.y, copy_counts, sum);
+      FewRows<Score, kVec, kLanes, kLanesPerThread, kRowsPerLane>(from, row_bytes, num_rows,
+                                                                  threadIdx.y, get_counts, sum);
     } else {
-      copy_counts();
+      if constexpr (!kKnown) get_counts();
 #pragma unroll
       for (int c = 0; c < kVec; ++c) sum[c] = 0.0f;
       if (!kManyTiles || column < width) {
-        ManyRows<Score, kVec, kLanes, kLanesPerThread, kMasked>(from, p.row_bytes, valid_mask,
+        ManyRows<Score, kVec, kLanes, kLanesPerThread, kMasked>(from, row_bytes, valid_mask,
                                                                 num_rows, threadIdx.y, sum);
       }
+      if constexpr (kKnown) get_counts();
     }
-    float* mine = lane_sums + threadIdx.y * tile + column;
+    const Position self = PositionInBlock();
+    const int mine = self.x * kVec;
+    float* row = lane_sums + self.y * tile;
     if constexpr (kVec % 4 == 0) {
 #pragma unroll
       for (int c = 0; c < kVec; c += 4) {
-        *reinterpret_cast<float4*>(mine + c) =
+        const int at = kKnown ? QuadAt<kDotColumns>(mine + c) : mine + c;
+        *reinterpret_cast<float4*>(row + at) =
             make_float4(sum[c], sum[c + 1], sum[c + 2], sum[c + 3]);
       }
     } else {
 #pragma unroll
-      for (int c = 0; c < kVec; ++c) mine[c] = sum[c];
+      for (int c = 0; c < kVec; ++c) row[mine + c] = sum[c];
     }
-    __pipeline_wait_prior(0);
-    __syncthreads();
   };
 
   double dot;
-  if constexpr (kManyTiles) {
-    __shared__ double dot_lanes[kDotLanes];
-    for (int i = thread; i < kDotLanes; i += num_threads) dot_lanes[i] = 0.0;
-    for (int first = 0; first < p.num_columns; first += tile) {
-      const int width = p.num_columns - first < tile ? p.num_columns - first : tile;
-      sum_lanes(first, width);
-      AddTileToDot<kLaneThreads>({lane_sums, tile, width, counts, p.count_type}, thread,
-                                 num_threads, dot_lanes);
+  if constexpr (kKnown) {
+    DotCounts<kColumns, kDotColumns> counts;
+    sum_lanes(0, kColumns,
+              [&] { counts.Load(reinterpret_cast<const int32_t*>(item_counts), thread); });
+    if constexpr (kBlockSlots > 1) {
+      __syncwarp();
+    } else {
       __syncthreads();
+      // One warp finishes: a second barrier would cost more than the idle threads.
+      if (thread >= kWarp) return;
     }
-    if (thread >= kWarp) return;
-    dot = DotOfLanes(dot_lanes, thread);
+    dot = DotOfColumns<kLaneThreads>(lane_sums, counts, thread);
   } else {
-    sum_lanes(0, p.num_columns);
-    // One warp finishes: a second barrier would cost more than the idle threads.
-    if (thread >= kWarp) return;
-    constexpr int kPart = kVec == 8 && kDotColumns > 4 ? 4 : kDotColumns;
-    constexpr bool kQuads = kVec % 4 == 0 && kPart % 4 == 0;
-    const Tile whole = {lane_sums, tile, p.num_columns, counts, p.count_type};
-    dot = DotOfTile<kLaneThreads, kDotColumns, kPart, kQuads>(whole, thread);
+    __shared__ __align__(16) int64_t counts[kMaxTile];  // raw, of count_type
+    const int num_threads = groups * kLaneThreads;
+    const auto sum_tile = [&](int first, int width) {
+      sum_lanes(first, width, [&] {
+        CopyCounts(item_counts, p.count_type, first, width, thread, num_threads, counts);
+      });
+      __pipeline_wait_prior(0);
+      __syncthreads();
+    };
+    if constexpr (kManyTiles) {
+      __shared__ double dot_lanes[kDotLanes];
+      for (int i = thread; i < kDotLanes; i += num_threads) dot_lanes[i] = 0.0;
+      for (int first = 0; first < num_columns; first += tile) {
+        const int width = num_columns - first < tile ? num_columns - first : tile;
+        sum_tile(first, width);
+        AddTileToDot<kLaneThreads>({lane_sums, tile, width, counts, p.count_type}, thread,
+                                   num_threads, dot_lanes);
+        __syncthreads();
+      }
+      if (thread >= kWarp) return;
+      dot = DotOfLanes(dot_lanes, thread);
+    } else {
+      sum_tile(0, num_columns);
+      if (thread >= kWarp) return;
+      constexpr int kPart = kVec > 1 && kDotColumns > 4 ? 4 : kDotColumns;
+      constexpr bool kQuads = kVec % 4 == 0 && kPart % 4 == 0;
+      const Tile whole = {lane_sums, tile, num_columns, counts, p.count_type};
+      dot = DotOfTile<kLaneThreads, kDotColumns, kPart, kQuads>(whole, thread);
+    }
   }
-  if (thread == 0) {
+  if (thread == 0 && (kBlockSlots == 1 || slot < p.num_slots)) {
+    const unsigned item = gridDim.y > 1 ? blockIdx.y : 0;
     p.partials[item * p.num_slots + slot] = CanonicalNan(static_cast<float>(dot));
   }
 }
@@ -588,24 +728,28 @@ cudaError_t LaunchFinal(cudaStream_t stream, const AuxLossFinal& f, bool depende
 
 // Launches blocks of column groups by lane threads.
 template <class Score, int kVec, int kLanes, int kLanesPerThread, int kRowsPerLane, int kDotColumns,
-          bool kMasked, bool kManyTiles = false>
-cudaError_t LaunchPartialsKernel(cudaStream_t stream, const AuxLossPartials& p, int groups) {
+          int kColumns, bool kMasked, bool kManyTiles>
+cudaError_t LaunchBlocks(cudaStream_t stream, const AuxLossPartials& p, int groups) {
   constexpr int kLaneThreads = kLanes / kLanesPerThread;
   // The last warp's shuffles need a whole one: SelectRows chooses no fewer threads.
   if (groups * kLaneThreads < kWarp) return cudaErrorInvalidConfiguration;
-  const dim3 block(groups, kLaneThreads);
-  const size_t shared = sizeof(float) * kLaneThreads * groups * kVec;
+  constexpr int kBlockSlots = kSlotsPerBlock<kVec, kLaneThreads, kColumns>;
+  const dim3 block(groups, kLaneThreads, kBlockSlots);
+  const size_t shared = sizeof(float) * kLaneThreads * groups * kVec * kBlockSlots;
   const int64_t count_bytes = p.counts.type == CountType::kInt64 ? 8 : 4;
   PartialsParams params;
   params.probs_stride =
       p.probs_batched ? p.num_tokens * p.num_columns * static_cast<int64_t>(sizeof(Score)) : 0;
   params.counts_stride = p.counts.batched ? p.num_columns * count_bytes : 0;
   params.mask_stride = p.valid_mask_batched ? p.num_tokens : 0;
-  params.num_tokens = p.num_tokens;
   params.row_bytes = static_cast<int>(p.num_columns * sizeof(Score));
   params.num_columns = static_cast<int>(p.num_columns);
   params.rows_per_slot = static_cast<int>(p.rows_per_slot);
-  params.num_slots = static_cast<int>(p.num_slots);
+  params.whole_slots =
+      p.rows_per_slot > 0 ? static_cast<unsigned>(p.num_tokens / p.rows_per_slot) : 0;
+  params.num_slots = static_cast<unsigned>(p.num_slots);
+  params.slot_bytes = p.rows_per_slot * params.row_bytes;
+  params.last_rows = static_cast<int>(p.num_tokens - params.whole_slots * p.rows_per_slot);
   params.count_type = p.counts.type;
   for (int64_t first = 0; first < p.batch; first += kMaxGridY) {
     const int64_t items = p.batch - first < kMaxGridY ? p.batch - first : kMaxGridY;
@@ -613,13 +757,51 @@ cudaError_t LaunchPartialsKernel(cudaStream_t stream, const AuxLossPartials& p, 
     params.counts = static_cast<const char*>(p.counts.data) + first * params.counts_stride;
     params.valid_mask = kMasked ? p.valid_mask + first * params.mask_stride : nullptr;
     params.partials = p.partials + first * p.num_slots;
-    const dim3 grid(static_cast<unsigned>(p.num_slots), static_cast<unsigned>(items));
-    AuxLossPartialsKernel<Score, kVec, kLanes, kLanesPerThread, kRowsPerLane, kDotColumns, kMasked,
-                          kManyTiles><<<grid, block, shared, stream>>>(params);
+    const dim3 grid((params.num_slots + kBlockSlots - 1) / kBlockSlots,
+                    static_cast<unsigned>(items));
+    AuxLossPartialsKernel<Score, kVec, kLanes, kLanesPerThread, kRowsPerLane, kDotColumns, kColumns,
+                          kMasked, kManyTiles><<<grid, block, shared, stream>>>(params);
     const cudaError_t status = cudaGetLastError();
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;
+}
+
+// Whether SelectRows ever chooses this block for `columns` columns: of many rows a lane, it makes
+// blocks as large as may be.
+template <int kVec, int kLanes, int kLanesPerThread, int kRowsPerLane>
+constexpr bool IsReached(int columns) {
+  const int threads = columns / kVec * (kLanes / kLanesPerThread);
+  return threads >= kWarp && threads <= kMaxThreads &&
+         (kRowsPerLane > 0 || kLanesPerThread == 1 || threads == kMaxThreads);
+}
+
+// 64, 128, 256 and 512 columns are common: the compiler may know them. Float16 scores, rare in
+// routers, do without, for the sake of compile time.
+template <class Score, int kVec, int kLanes, int kLanesPerThread, int kRowsPerLane, int kDotColumns,
+          bool kMasked, bool kManyTiles = false>
+cudaError_t LaunchPartialsKernel(cudaStream_t stream, const AuxLossPartials& p, int groups) {
+  if constexpr (!kMasked && !kManyTiles && kVec > 1 && kDotColumns >= 4 &&
+                !std::is_same_v<Score, Float16>) {
+    constexpr int kNarrow = kDotColumns == 8 ? 256 : 64;
+    constexpr auto kReached = IsReached<kVec, kLanes, kLanesPerThread, kRowsPerLane>;
+    if (p.counts.type == CountType::kInt32 && reinterpret_cast<uint64_t>(p.counts.data) % 16 == 0) {
+      if constexpr (kReached(kNarrow)) {
+        if (p.num_columns == kNarrow) {
+          return LaunchBlocks<Score, kVec, kLanes, kLanesPerThread, kRowsPerLane, kDotColumns,
+                              kNarrow, false, false>(stream, p, groups);
+        }
+      }
+      if constexpr (kReached(2 * kNarrow)) {
+        if (p.num_columns == 2 * kNarrow) {
+          return LaunchBlocks<Score, kVec, kLanes, kLanesPerThread, kRowsPerLane, kDotColumns,
+                              2 * kNarrow, false, false>(stream, p, groups);
+        }
+      }
+    }
+  }
+  return LaunchBlocks<Score, kVec, kLanes, kLanesPerThread, kRowsPerLane, kDotColumns, 0, kMasked,
+                      kManyTiles>(stream, p, groups);
 }
 
 // Chooses the block: lanes per thread, so that a block has at most kMaxThreads threads, and few or
@@ -647,7 +829,13 @@ cudaError_t SelectRows(cudaStream_t stream, const AuxLossPartials& p) {
     if constexpr (!kMasked) {
       const int64_t rows_per_lane = (p.rows_per_slot + kLanes - 1) / kLanes;
       if (kLanes == 32 && p.rows_per_slot <= 16 && groups * 16 / 4 >= kWarp) {
-        // Half of the lanes hold no row.
+        // Half of the lanes hold no row. 64 columns: a slot is one warp.
+        if constexpr (kVec == 4) {
+          if (p.num_columns == 64) {
+            return LaunchPartialsKernel<Score, kVec, 16, 8, 1, kDotColumns, false>(stream, p,
+                                                                                   groups);
+          }
+        }
         return LaunchPartialsKernel<Score, kVec, 16, 4, 1, kDotColumns, false>(stream, p, groups);
       }
       if (rows_per_lane == 1 && lane_groups >= 8 * kWarp) {

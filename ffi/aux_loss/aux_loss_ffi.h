@@ -18,22 +18,6 @@ namespace jax_moe_det {
 // As the attribute total_num_tokens: N is an operand.
 constexpr double kTotalIsOperand = -1.0;
 
-inline bool ParseScoreType(ffi::DataType type, ScoreType* out) {
-  switch (type) {
-    case ffi::DataType::F32:
-      *out = ScoreType::kFloat32;
-      return true;
-    case ffi::DataType::BF16:
-      *out = ScoreType::kBFloat16;
-      return true;
-    case ffi::DataType::F16:
-      *out = ScoreType::kFloat16;
-      return true;
-    default:
-      return false;
-  }
-}
-
 inline ffi::Error ParseCounts(const char* op, const ffi::AnyBuffer& counts, int64_t batch,
                               int64_t num_columns, AuxLossCounts* out) {
   switch (counts.element_type()) {
@@ -79,57 +63,69 @@ inline ffi::Error ParseScale(const char* op, int64_t num_columns, int64_t num_ex
   return ffi::Error::Success();
 }
 
+// Sets *out from an integer operand of 1 or `batch` items; false where it is none.
+inline bool ParseTotal(const ffi::AnyBuffer& operand, int64_t batch, TotalNumTokens* out) {
+  switch (operand.element_type()) {
+    case ffi::DataType::S32:
+      out->type = TotalType::kInt32;
+      break;
+    case ffi::DataType::S64:
+      out->type = TotalType::kInt64;
+      break;
+    case ffi::DataType::U32:
+      out->type = TotalType::kUint32;
+      break;
+    case ffi::DataType::U64:
+      out->type = TotalType::kUint64;
+      break;
+    default:
+      return false;
+  }
+  out->data = operand.untyped_data();
+  return ParseBatched(operand.dimensions(), 0, batch, &out->batched);
+}
+
+// N is `total`, where that is an operand, or else the attribute that `scale` has.
+inline ffi::Error SetTotal(const char* op, const TotalNumTokens& total, AuxLossScale* scale) {
+  if (total.type != TotalType::kStatic) {
+    scale->total_num_tokens = total;
+  } else if (scale->total_num_tokens.value == kTotalIsOperand) {
+    return InvalidArgument(op, "total_num_tokens", "neither attribute nor operand", "one of them");
+  }
+  return ffi::Error::Success();
+}
+
 // Takes the optional operands from `rest`. `valid_mask` null: a mask is not allowed here; `scale`
 // null: N is not.
-inline ffi::Error ParseOptional(const char* op, ffi::RemainingArgs rest, int64_t batch,
+inline ffi::Error ParseOptional(const char* op, const ffi::RemainingArgs& rest, int64_t batch,
                                 int64_t num_tokens, const bool** valid_mask,
                                 bool* valid_mask_batched, AuxLossScale* scale) {
+  TotalNumTokens total = {TotalType::kStatic, kTotalIsOperand, nullptr, false};
   for (size_t i = 0; i < rest.size(); ++i) {
-    auto operand = rest.get<ffi::AnyBuffer>(i);
+    const auto operand = rest.get<ffi::AnyBuffer>(i);
     if (operand.has_error()) return operand.error();
     const auto dims = operand->dimensions();
-    TotalNumTokens total = {TotalType::kStatic, 0, operand->untyped_data(), false};
-    switch (operand->element_type()) {
-      case ffi::DataType::PRED:
-        if (valid_mask == nullptr) break;
-        if (!ParseBatched(dims, 1, batch, valid_mask_batched) || dims.back() != num_tokens) {
-          return InvalidArgument(op, "shape of valid_mask", ShapeString(dims),
-                                 "[..., " + std::to_string(num_tokens) + "] of 1 or " +
-                                     std::to_string(batch) + " items");
-        }
-        *valid_mask = static_cast<const bool*>(operand->untyped_data());
-        continue;
-      case ffi::DataType::S32:
-        total.type = TotalType::kInt32;
-        break;
-      case ffi::DataType::S64:
-        total.type = TotalType::kInt64;
-        break;
-      case ffi::DataType::U32:
-        total.type = TotalType::kUint32;
-        break;
-      case ffi::DataType::U64:
-        total.type = TotalType::kUint64;
-        break;
-      default:
-        break;
+    if (operand->element_type() == ffi::DataType::PRED && valid_mask != nullptr) {
+      if (!ParseBatched(dims, 1, batch, valid_mask_batched) || dims.back() != num_tokens) {
+        return InvalidArgument(op, "shape of valid_mask", ShapeString(dims),
+                               "[..., " + std::to_string(num_tokens) + "] of 1 or " +
+                                   std::to_string(batch) + " items");
+      }
+      *valid_mask = static_cast<const bool*>(operand->untyped_data());
+      continue;
     }
-    if (total.type == TotalType::kStatic || scale == nullptr) {
+    const bool is_total = scale != nullptr && ParseTotal(*operand, batch, &total);
+    if (total.type == TotalType::kStatic) {
       return InvalidArgument(op, "dtype of an optional operand", operand->element_type(),
                              "PRED (valid_mask), or S32, S64, U32 or U64 (total_num_tokens), "
                              "where the target takes them");
     }
-    if (!ParseBatched(dims, 0, batch, &total.batched)) {
+    if (!is_total) {
       return InvalidArgument(op, "shape of total_num_tokens", ShapeString(dims),
                              "1 or " + std::to_string(batch) + " items");
     }
-    scale->total_num_tokens = total;
   }
-  if (scale != nullptr && scale->total_num_tokens.type == TotalType::kStatic &&
-      scale->total_num_tokens.value == kTotalIsOperand) {
-    return InvalidArgument(op, "total_num_tokens", "neither attribute nor operand", "one of them");
-  }
-  return ffi::Error::Success();
+  return scale == nullptr ? ffi::Error::Success() : SetTotal(op, total, scale);
 }
 
 // Everything but `partials` and the slots.
@@ -173,12 +169,6 @@ inline ffi::Error CheckPartials(const char* op, const char* what, const ffi::Any
   }
   return ffi::Error::Success();
 }
-
-#define JAX_MOE_DET_RETURN_IF_ERROR(expr) \
-  do {                                    \
-    ::xla::ffi::Error error = (expr);     \
-    if (error.failure()) return error;    \
-  } while (false)
 
 // probs, tokens_per_expert, [valid_mask], [total_num_tokens] -> loss [batch], workspace.
 inline ffi::Error ParseAuxLossFwd(ffi::AnyBuffer probs, ffi::AnyBuffer counts,

@@ -8,11 +8,12 @@
 #include <cstdint>
 #include <cstring>
 
+// Forced, so that the copies compiled for wider vectors (see aux_loss_cpu.cc) hold the whole loop.
+#define MOE_HOST inline __attribute__((always_inline))
 #if defined(__CUDACC__)
 #define MOE_HOST_DEVICE __host__ __device__ __forceinline__
 #else
-// Forced, so that the copies compiled for wider vectors (see aux_loss_cpu.cc) hold the whole loop.
-#define MOE_HOST_DEVICE inline __attribute__((always_inline))
+#define MOE_HOST_DEVICE MOE_HOST
 #endif
 
 namespace jax_moe_det {
@@ -24,6 +25,9 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+
+// Dtypes of scores and logits, and of their gradients.
+enum class ScoreType { kFloat32, kBFloat16, kFloat16 };
 
 template <class To, class From>
 MOE_HOST_DEVICE To BitCast(From from) {
@@ -56,11 +60,17 @@ MOE_HOST_DEVICE float ToFloat(BFloat16 x) {
 // Exponent and mantissa move to their float32 places, then one exact multiply by 2^112 repairs the
 // exponent bias for normal and subnormal values alike.
 MOE_HOST_DEVICE float ToFloat(Float16 x) {
+#if defined(__CUDA_ARCH__)
+  float out;  // exact, in one instruction
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(x.bits));
+  return out;
+#else
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t finite = BitCast<uint32_t>(BitCast<float>(magnitude) * 0x1p112f);
   const uint32_t special = magnitude | 0x7f800000u;  // infinity or NaN, payload kept
   return BitCast<float>((magnitude >= 0x0f800000u ? special : finite) | sign);
+#endif
 }
 
 // Rounds to float32 with the lowest bit set when inexact ("round to odd"), so that a second
@@ -80,21 +90,14 @@ MOE_HOST_DEVICE uint32_t RoundToOddBits(double x) {
 
 MOE_HOST_DEVICE void RoundTo(double x, float* out) { *out = CanonicalNan(static_cast<float>(x)); }
 
-MOE_HOST_DEVICE void RoundTo(double x, BFloat16* out) {
-  if (x != x) {
-    out->bits = 0x7fc0;
-    return;
-  }
-  const uint32_t bits = RoundToOddBits(x);
-  out->bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+namespace internal {
+
+// From the bits of a float32, which may have been rounded to odd before.
+MOE_HOST_DEVICE BFloat16 NearestBFloat16(uint32_t bits) {
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
 
-MOE_HOST_DEVICE void RoundTo(double x, Float16* out) {
-  if (x != x) {
-    out->bits = 0x7e00;
-    return;
-  }
-  const uint32_t bits = RoundToOddBits(x);
+MOE_HOST_DEVICE Float16 NearestFloat16(uint32_t bits) {
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   uint32_t half;
@@ -112,7 +115,27 @@ MOE_HOST_DEVICE void RoundTo(double x, Float16* out) {
     const uint32_t tie = 1u << (shift - 1u);
     half = kept + ((rest > tie || (rest == tie && (kept & 1u))) ? 1u : 0u);
   }
-  out->bits = static_cast<uint16_t>(half | sign);
+  return {static_cast<uint16_t>(half | sign)};
+}
+
+}  // namespace internal
+
+MOE_HOST_DEVICE void RoundTo(double x, BFloat16* out) {
+  *out = x == x ? internal::NearestBFloat16(RoundToOddBits(x)) : BFloat16{0x7fc0};
+}
+
+MOE_HOST_DEVICE void RoundTo(double x, Float16* out) {
+  *out = x == x ? internal::NearestFloat16(RoundToOddBits(x)) : Float16{0x7e00};
+}
+
+MOE_HOST_DEVICE void RoundTo(float x, float* out) { *out = CanonicalNan(x); }
+
+MOE_HOST_DEVICE void RoundTo(float x, BFloat16* out) {
+  *out = x == x ? internal::NearestBFloat16(BitCast<uint32_t>(x)) : BFloat16{0x7fc0};
+}
+
+MOE_HOST_DEVICE void RoundTo(float x, Float16* out) {
+  *out = x == x ? internal::NearestFloat16(BitCast<uint32_t>(x)) : Float16{0x7e00};
 }
 
 }  // namespace jax_moe_det

@@ -14,67 +14,11 @@
 
 #include "aux_loss/aux_loss.h"
 #include "aux_loss/aux_loss_launch.h"
+#include "cuda_test.h"
 
 namespace {
 
 using namespace jax_moe_det;  // NOLINT: a test program
-
-void Check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  std::printf("FAILED: %s: %s\n", what, cudaGetErrorString(status));
-  std::exit(1);
-}
-
-// Device memory of the right size and one byte (there are empty arrays): an access past it is seen.
-template <class T>
-class DeviceArray {
- public:
-  explicit DeviceArray(size_t n) : n_(n) {
-    Check(cudaMalloc(&data_, n * sizeof(T) + 1), "cudaMalloc");
-  }
-  explicit DeviceArray(const std::vector<T>& host) : DeviceArray(host.size()) {
-    Check(cudaMemcpy(data_, host.data(), n_ * sizeof(T), cudaMemcpyHostToDevice), "upload");
-  }
-  ~DeviceArray() { cudaFree(data_); }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-  T* data() { return static_cast<T*>(data_); }
-  std::vector<T> Download() {
-    std::vector<T> host(n_);
-    Check(cudaMemcpy(host.data(), data_, n_ * sizeof(T), cudaMemcpyDeviceToHost), "download");
-    return host;
-  }
-
- private:
-  void* data_ = nullptr;
-  size_t n_;
-};
-
-uint32_t Next(uint32_t* state) {
-  *state = *state * 1664525u + 1013904223u;
-  return *state >> 8;
-}
-
-void Set(float value, float* out) { *out = value; }
-template <class Half>
-void Set(float value, Half* out) {
-  RoundTo(static_cast<double>(value), out);
-}
-
-template <class Score>
-ScoreType TypeOf();
-template <>
-ScoreType TypeOf<float>() {
-  return ScoreType::kFloat32;
-}
-template <>
-ScoreType TypeOf<BFloat16>() {
-  return ScoreType::kBFloat16;
-}
-template <>
-ScoreType TypeOf<Float16>() {
-  return ScoreType::kFloat16;
-}
 
 // The mask is bytes here: std::vector<bool> has no data().
 template <class Score>

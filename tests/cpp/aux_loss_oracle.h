@@ -3,6 +3,7 @@
 #ifndef JAX_MOE_DET_TESTS_CPP_AUX_LOSS_ORACLE_H_
 #define JAX_MOE_DET_TESTS_CPP_AUX_LOSS_ORACLE_H_
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -51,31 +52,47 @@ Float FoldByPairs(std::vector<Float> values) {
   return values[0];
 }
 
-// Rows [begin, end) are one slot. An empty mask means that all rows are valid; a masked or missing
-// row adds +0 in its place.
-inline float ExpectedPartial(const Matrix& scores, const std::vector<bool>& valid_mask,
-                             const std::vector<double>& counts, int64_t begin, int64_t end) {
-  const int64_t columns = scores.num_columns;
-  const int64_t lanes = columns > 128 ? 16 : columns > 32 ? 32 : columns > 16 ? 64 : 128;
-  std::vector<double> dot(256, 0.0);
-  for (int64_t e = 0; e < columns; ++e) {
-    std::vector<float> lane_sums;
-    for (int64_t lane = 0; lane < lanes; ++lane) {
-      double lane_sum = 0.0;
-      for (int64_t first = begin + lane; first < end; first += 4 * lanes) {
-        float chunk = 0.0f;
-        for (int64_t row = first; row < first + 4 * lanes; row += lanes) {
-          const bool valid = row < end && (valid_mask.empty() || valid_mask[row]);
-          chunk += valid ? scores.values[row * columns + e] : 0.0f;
-        }
-        lane_sum += static_cast<double>(chunk);
+inline int64_t ExpectedLanes(int64_t columns) {
+  return columns > 128 ? 16 : columns > 32 ? 32 : columns > 16 ? 64 : 128;
+}
+
+// Sum of column e over the rows [begin, end), which are one slot. An empty mask means that all rows
+// are valid; a masked or missing row adds +0 in its place.
+inline float ExpectedColumnSum(const Matrix& scores, const std::vector<bool>& valid_mask, int64_t e,
+                               int64_t lanes, int64_t begin, int64_t end) {
+  std::vector<float> lane_sums;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    double lane_sum = 0.0;
+    for (int64_t first = begin + lane; first < end; first += 4 * lanes) {
+      float chunk = 0.0f;
+      for (int64_t row = first; row < first + 4 * lanes; row += lanes) {
+        const bool valid = row < end && (valid_mask.empty() || valid_mask[row]);
+        chunk += valid ? scores.values[row * scores.num_columns + e] : 0.0f;
       }
-      lane_sums.push_back(static_cast<float>(lane_sum));
+      lane_sum += static_cast<double>(chunk);
     }
-    const double column_sum = static_cast<double>(FoldByHalves(lane_sums));
-    dot[e % 256] = std::fma(counts[e], column_sum, dot[e % 256]);
+    lane_sums.push_back(static_cast<float>(lane_sum));
+  }
+  return FoldByHalves(lane_sums);
+}
+
+// Of one slot, from its column sums.
+inline float ExpectedDot(const std::vector<float>& column_sums, const std::vector<double>& counts) {
+  std::vector<double> dot(256, 0.0);
+  for (size_t e = 0; e < column_sums.size(); ++e) {
+    dot[e % 256] = std::fma(counts[e], static_cast<double>(column_sums[e]), dot[e % 256]);
   }
   return static_cast<float>(FoldByPairs(dot));
+}
+
+inline float ExpectedPartial(const Matrix& scores, const std::vector<bool>& valid_mask,
+                             const std::vector<double>& counts, int64_t begin, int64_t end) {
+  std::vector<float> sums;
+  for (int64_t e = 0; e < scores.num_columns; ++e) {
+    const int64_t lanes = ExpectedLanes(scores.num_columns);
+    sums.push_back(ExpectedColumnSum(scores, valid_mask, e, lanes, begin, end));
+  }
+  return ExpectedDot(sums, counts);
 }
 
 // All 256 partials of the whole matrix.
