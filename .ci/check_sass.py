@@ -1,8 +1,14 @@
-"""Checks the machine code of a CUDA module for what the promise about bits forbids.
+"""Checks machine code and PTX of a CUDA module for what the promise about bits forbids.
 
 Compiler flags say what should not happen; this looks at what came out: no approximate function, no
 float32 multiply-add that the source does not ask for, no flush to zero, and no floating-point
 atomic but those of the negative control.
+
+Kernels with IEEE float32 division, square root and explicit multiply-adds are full of the seeds,
+Newton steps and scalings that these are made of. There the machine code cannot tell; the PTX that
+it was assembled from can, where each of them is one instruction that names its rounding. So PTX is
+checked in every kernel: nothing approximate, nothing flushed to zero, and no addition or product
+that the assembler may contract, which is one without a rounding.
 
     python .ci/check_sass.py --architectures 80,90,100 _cuda.so
 
@@ -18,8 +24,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-# Kernels whose source asks for a float32 fused multiply-add (regular expression; none so far).
-EXPLICIT_FMA = r"(?!)"
+# Kernels whose source asks for float32 division, square root and fused multiply-adds.
+IEEE_MATH = r"Router?[A-Z]|RoutingStats"  # TopkRouterFwdKernel, RouteFwdKernel
+# What their machine code may have that others may not: the seeds of division and square root, and
+# the flushing scalings and comparisons of both (a flushing multiply-add is of neither).
+SEED = re.compile(r"MUFU\.(RCP|RSQ)$")
+SCALING = re.compile(r"(FADD|FMUL|FSETP)\.")
 # The negative control adds with atomics, and only it: finding them there proves that they would
 # be found elsewhere.
 NEGATIVE_CONTROL = r"AtomicKernel"
@@ -30,6 +40,15 @@ INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]
 FLOAT_ATOMIC = re.compile(r"(RED|REDG|ATOM|ATOMG|ATOMS)\..*(F16|F32|F64|BF16)")
 # Converts to an integer, in integer division: its operand is never subnormal.
 FLUSH_TO_ZERO = re.compile(r"(?!F2I).*\.FTZ")
+
+PTX_ARCHITECTURE = re.compile(r"^\.target sm_(\w+)")
+PTX_FUNCTION = re.compile(r"\.(?:entry|func)\s+(?:\(.*?\)\s*)?(\w+)")
+PTX_INSTRUCTION = re.compile(r"^[\s{]*(?:@!?%p\d+\s+)?([a-z]\w*(?:\.\w+)+)\s")
+PTX_FAULTS = {
+    "approximate function": re.compile(r"[\w.]+\.(approx|full)\b"),
+    "flush to zero": re.compile(r"[\w.]+\.ftz\b"),
+    "addition or product without a rounding": re.compile(r"(add|sub|mul|mad|fma)(\.sat)?\.f\d"),
+}
 
 
 def instructions(module: str) -> Iterator[tuple[str, str, str, list[str]]]:
@@ -43,6 +62,22 @@ def instructions(module: str) -> Iterator[tuple[str, str, str, list[str]]]:
             elif match := FUNCTION.match(line):
                 function = match[1]
             elif match := ARCHITECTURE.match(line):
+                architecture = match[1]
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def ptx_instructions(module: str) -> Iterator[tuple[str, str, str]]:
+    """Yields (architecture, function, opcode) of every instruction of the module's PTX."""
+    command = ["cuobjdump", "-ptx", module]
+    architecture = function = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            if match := PTX_INSTRUCTION.match(line):
+                yield architecture, function, match[1]
+            elif match := PTX_FUNCTION.search(line):
+                function = match[1]
+            elif match := PTX_ARCHITECTURE.match(line):
                 architecture = match[1]
     if process.returncode != 0:
         raise subprocess.CalledProcessError(process.returncode, command)
@@ -68,13 +103,14 @@ def is_multiply_add(opcode: str, operands: list[str]) -> bool:
 def fault(function: str, opcode: str, operands: list[str], writers: dict[str, str]) -> str | None:
     """Says what is wrong with an instruction, or None; `writers`: who last wrote a register."""
     control = re.search(NEGATIVE_CONTROL, function)
-    if is_approximation(opcode, operands, writers):
+    ieee_math = re.search(IEEE_MATH, function)
+    if is_approximation(opcode, operands, writers) and not (ieee_math and SEED.match(opcode)):
         return "approximate function"
-    if is_multiply_add(opcode, operands) and not re.search(EXPLICIT_FMA, function):
+    if is_multiply_add(opcode, operands) and not (ieee_math and opcode.startswith("FFMA")):
         return "multiply-add"
     if FLOAT_ATOMIC.match(opcode):
         return None if control else "floating-point atomic"
-    if FLUSH_TO_ZERO.match(opcode):
+    if FLUSH_TO_ZERO.match(opcode) and not (ieee_math and SCALING.match(opcode)):
         return "flush to zero"
     return None
 
@@ -82,7 +118,7 @@ def fault(function: str, opcode: str, operands: list[str], writers: dict[str, st
 def main() -> int:
     """Prints a summary and every fault; the exit status is 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("module", help="shared library or cubin")
+    parser.add_argument("module", help="shared library or fat binary, with PTX")
     parser.add_argument("--architectures", default="", help="that must be there: 80,90,100")
     arguments = parser.parse_args()
 
@@ -98,7 +134,21 @@ def main() -> int:
             controls.add(architecture)
         written[operands[0]] = opcode
 
+    # Of each architecture: the functions that have PTX.
+    ptx: dict[str, set[str]] = collections.defaultdict(set)
+    for architecture, function, opcode in ptx_instructions(arguments.module):
+        ptx[architecture].add(function)
+        for what, pattern in PTX_FAULTS.items():
+            if pattern.match(opcode):
+                faults[architecture, function, opcode, what] += 1
+
     missing = set(filter(None, arguments.architectures.split(","))) - set(writers)
+    # The PTX says nothing about kernels that were not assembled from it.
+    without_ptx = [
+        f"sm_{architecture}: {function}"
+        for architecture, functions in sorted(writers.items())
+        for function in sorted(set(functions) - ptx[architecture])
+    ]
     blind = set(writers) - controls
     for architecture, functions in sorted(writers.items()):
         print(f"sm_{architecture}: {len(functions)} kernels")
@@ -108,7 +158,9 @@ def main() -> int:
         print(f"no code for {', '.join(sorted(missing)) or 'any architecture'}")
     if blind:
         print(f"no atomic in the negative control, is it still there? {', '.join(sorted(blind))}")
-    return 1 if faults or missing or blind or not writers else 0
+    if without_ptx:
+        print(f"no PTX of {len(without_ptx)} kernels, the first is {without_ptx[0]}")
+    return 1 if faults or missing or blind or without_ptx or not writers else 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib.resources
 import json
@@ -16,25 +17,47 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 from tabulate import tabulate
 
 import jax_moe_det
-from jax_moe_det import _ffi, fused_moe_aux_loss, reference, testing
+from jax_moe_det import (
+    _ffi,
+    fused_moe_aux_loss,
+    fused_topk_with_score_function,
+    reference,
+    testing,
+)
 
-TOPK = 6
 COEFF = 0.01
 
 
-def inputs(dtype: str, num_tokens: int, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and counts made of integer arithmetic, so that they are the same everywhere."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One operation, forward and backward, on arguments that are the same everywhere."""
+
+    #: NumPy arrays, or None for an operand that is left out.
+    arguments: Callable[[], tuple[Any, ...]]
+    #: Of the arguments: what is checked, the same in plain JAX, and its definition in NumPy.
+    ours: Callable[..., Any]
+    plain: Callable[..., Any]
+    reference: Callable[..., Any]
+    #: The same with atomic additions, as a negative control on a GPU.
+    atomic: Callable[..., Any] | None = None
+
+    def reference_fingerprint(self) -> str:
+        """From the NumPy reference: what the shipped table holds."""
+        return testing.fingerprint(self.reference(*self.arguments()))
+
+
+def uniform(dtype: str, num_tokens: int, num_experts: int) -> np.ndarray:
+    """Numbers from 0 to 1 made of integer arithmetic, so that they are the same everywhere."""
     n = num_tokens * num_experts
     hashed = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    scores = (hashed >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
-    probs = scores.reshape(num_tokens, num_experts).astype(
+    numbers = (hashed >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return numbers.reshape(num_tokens, num_experts).astype(
         np.dtype(getattr(ml_dtypes, dtype, dtype))
     )
-    counts = (np.arange(num_experts) * 7919 % (2 * num_tokens)).astype(np.int32)
-    return probs, counts
 
 
 def mask(num_tokens: int) -> np.ndarray:
@@ -42,55 +65,168 @@ def mask(num_tokens: int) -> np.ndarray:
     return np.arange(num_tokens) % 5 != 0
 
 
-#: Name, dtype, shape, masked.
-CASES = {
-    "aux_loss float32": ("float32", 4096, 64, False),
-    "aux_loss bfloat16": ("bfloat16", 4096, 64, False),
-    "aux_loss float16": ("float16", 4096, 64, False),
-    "aux_loss masked": ("float32", 1000, 33, True),
-    "aux_loss wide": ("float32", 700, 2304, False),
-}
+def loss_case(dtype: str, num_tokens: int, num_experts: int, *, masked: bool = False) -> Case:
+    """The auxiliary loss and its gradient."""
+    topk = 6
 
+    def arguments() -> tuple[Any, ...]:
+        counts = (np.arange(num_experts) * 7919 % (2 * num_tokens)).astype(np.int32)
+        valid_mask = mask(num_tokens) if masked else None
+        return uniform(dtype, num_tokens, num_experts), counts, valid_mask
 
-def case_arguments(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Scores, counts and mask of a case."""
-    dtype, num_tokens, num_experts, masked = CASES[name]
-    probs, counts = inputs(dtype, num_tokens, num_experts)
-    return probs, counts, mask(num_tokens) if masked else None
+    def ours(probs: Any, counts: Any, valid_mask: Any, deterministic: bool = True) -> Any:
+        return jax.value_and_grad(
+            lambda p: fused_moe_aux_loss(
+                p, counts, topk, COEFF, valid_mask=valid_mask, deterministic=deterministic
+            )
+        )(probs)
 
+    def plain(probs: Any, counts: Any, valid_mask: Any) -> Any:
+        def loss(p: Any) -> Any:
+            scores = p.astype(jnp.float32)
+            total: Any = num_tokens
+            if valid_mask is not None:
+                scores = jnp.where(valid_mask[:, None], scores, 0)
+                total = jnp.sum(valid_mask).astype(jnp.float32)
+            return jnp.sum(scores * counts) * (num_experts * COEFF / topk) / (total * total)
 
-def loss_and_gradient(
-    probs: Any, counts: Any, valid_mask: Any, deterministic: bool = True
-) -> tuple[jax.Array, jax.Array]:
-    """What a case computes."""
-    return jax.value_and_grad(
-        lambda p: fused_moe_aux_loss(
-            p, counts, TOPK, COEFF, valid_mask=valid_mask, deterministic=deterministic
+        return jax.value_and_grad(loss)(probs)
+
+    def in_numpy(probs: Any, counts: Any, valid_mask: Any) -> Any:
+        return (
+            reference.aux_loss(probs, counts, topk, COEFF, valid_mask=valid_mask),
+            reference.aux_loss_grad(probs, counts, topk, COEFF, valid_mask=valid_mask),
         )
-    )(probs)
+
+    atomic = functools.partial(ours, deterministic=False)
+    return Case(arguments, ours, plain, in_numpy, atomic)
 
 
-def plain_jax(probs: Any, counts: Any, valid_mask: Any) -> Any:
-    """The same in plain JAX, to compare times."""
+def router_case(
+    dtype: str,
+    num_tokens: int,
+    num_experts: int,
+    topk: int,
+    *,
+    masked: bool = False,
+    biased: bool = False,
+    **options: Any,
+) -> Case:
+    """The router's weights or aux scores, its map and its gradient."""
 
-    def loss(p: Any) -> Any:
-        num_tokens, num_experts = p.shape
-        scores = p.astype(jnp.float32)
-        total: Any = num_tokens
-        if valid_mask is not None:
-            scores = jnp.where(valid_mask[:, None], scores, 0)
-            total = jnp.sum(valid_mask).astype(jnp.float32)
-        return jnp.sum(scores * counts) * (num_experts * COEFF / TOPK) / (total * total)
+    def arguments() -> tuple[Any, ...]:
+        numbers = uniform("float32", 2 * num_tokens, num_experts)
+        out_dtype = "float32" if options.get("compute_aux_scores") else dtype
+        logits = (numbers[:num_tokens] * 8 - 4).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+        d_out = (numbers[num_tokens:] - np.float32(0.5)).astype(
+            np.dtype(getattr(ml_dtypes, out_dtype, out_dtype))
+        )
+        bias = (np.arange(num_experts) * 37 % 64 / 256).astype(np.float32) if biased else None
+        return logits, d_out, bias, mask(num_tokens) if masked else None
 
-    return jax.value_and_grad(loss)(probs)
+    def forward_and_backward(route: Callable[..., Any], logits: Any, d_out: Any) -> Any:
+        out, vjp, routing_map = jax.vjp(route, logits, has_aux=True)
+        return out, routing_map, vjp(d_out)[0]
+
+    def ours(logits: Any, d_out: Any, bias: Any, valid_mask: Any) -> Any:
+        def route(x: Any) -> Any:
+            return fused_topk_with_score_function(
+                x, topk, expert_bias=bias, valid_mask=valid_mask, **options
+            )
+
+        return forward_and_backward(route, logits, d_out)
+
+    def plain(logits: Any, d_out: Any, bias: Any, valid_mask: Any) -> Any:
+        def route(x: Any) -> Any:
+            return plain_router(x, topk, bias, valid_mask, **options)
+
+        return forward_and_backward(route, logits, d_out)
+
+    def in_numpy(logits: Any, d_out: Any, bias: Any, valid_mask: Any) -> Any:
+        arrays = {"expert_bias": bias, "valid_mask": valid_mask}
+        out, routing_map = reference.topk_router(logits, topk, **arrays, **options)
+        gradient = reference.topk_router_grad(logits, routing_map, d_out, topk, **arrays, **options)
+        return out, routing_map, gradient
+
+    return Case(arguments, ours, plain, in_numpy)
 
 
-def reference_fingerprint(name: str) -> str:
-    """A case's fingerprint from the NumPy reference: what the shipped table holds."""
-    probs, counts, valid_mask = case_arguments(name)
-    loss = reference.aux_loss(probs, counts, TOPK, COEFF, valid_mask=valid_mask)
-    gradient = reference.aux_loss_grad(probs, counts, TOPK, COEFF, valid_mask=valid_mask)
-    return testing.fingerprint((loss, gradient))
+def plain_router(
+    logits: Any,
+    topk: int,
+    bias: Any,
+    valid_mask: Any,
+    *,
+    score_function: str = "softmax",
+    use_pre_softmax: bool = False,
+    num_groups: int = 1,
+    group_topk: int = 1,
+    group_score: str = "top2",
+    scaling_factor: float = 1.0,
+    compute_aux_scores: bool = False,
+) -> Any:
+    """The router in plain JAX, with `lax.top_k`, to compare times."""
+    assert group_score == "top2"
+    x = logits.astype(jnp.float32)
+    num_tokens = len(x)
+    is_softmax = score_function == "softmax"
+    after_topk = is_softmax and not use_pre_softmax and not compute_aux_scores
+    scores: Any = {
+        "softmax": lambda: x if after_topk else jax.nn.softmax(x),
+        "sigmoid": lambda: jax.nn.sigmoid(x),
+        "sqrtsoftplus": lambda: jnp.sqrt(jax.nn.softplus(x)),
+    }[score_function]()
+    if compute_aux_scores and not is_softmax:
+        scores = scores / jnp.sum(scores, axis=1, keepdims=True)
+    values = lax.stop_gradient(scores if bias is None else scores + bias)
+    if num_groups > 1:
+        grouped = values.reshape(num_tokens, num_groups, -1)
+        _, kept = lax.top_k(lax.top_k(grouped, 2)[0].sum(axis=2), group_topk)
+        is_kept = jax.nn.one_hot(kept, num_groups, dtype=bool).any(axis=1)
+        values = jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(x.shape)
+    _, chosen = lax.top_k(values, topk)
+    rows = jnp.arange(num_tokens)[:, None]
+    valid = jnp.ones(num_tokens, bool) if valid_mask is None else valid_mask
+    routing_map = jnp.zeros(x.shape, bool).at[rows, chosen].set(valid[:, None])
+    if compute_aux_scores:
+        return jnp.where(valid[:, None], scores, 0), routing_map
+    weights = jnp.take_along_axis(scores, chosen, axis=1)
+    if after_topk:
+        weights = jax.nn.softmax(weights)
+    elif not is_softmax and topk > 1:
+        weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+    weights = jnp.where(valid[:, None], weights * scaling_factor, 0).astype(logits.dtype)
+    return jnp.zeros(x.shape, logits.dtype).at[rows, chosen].set(weights), routing_map
+
+
+CASES = {
+    "aux_loss float32": loss_case("float32", 4096, 64),
+    "aux_loss bfloat16": loss_case("bfloat16", 4096, 64),
+    "aux_loss float16": loss_case("float16", 4096, 64),
+    "aux_loss masked": loss_case("float32", 1000, 33, masked=True),
+    "aux_loss wide": loss_case("float32", 700, 2304),
+    "topk_router softmax": router_case("float32", 4096, 64, 6),
+    "topk_router softmax first": router_case("float32", 2048, 128, 8, use_pre_softmax=True),
+    "topk_router sigmoid, bias, groups": router_case(
+        "float32",
+        1024,
+        256,
+        8,
+        biased=True,
+        score_function="sigmoid",
+        num_groups=8,
+        group_topk=4,
+        group_score="top2",
+        scaling_factor=2.5,
+    ),
+    "topk_router sqrtsoftplus bfloat16": router_case(
+        "bfloat16", 2048, 64, 6, score_function="sqrtsoftplus"
+    ),
+    "topk_router aux scores, masked": router_case(
+        "float32", 1000, 33, 4, masked=True, score_function="sigmoid", compute_aux_scores=True
+    ),
+    "topk_router wide": router_case("float16", 200, 2304, 36),
+}
 
 
 def shipped_table() -> dict[str, str]:
@@ -128,8 +264,9 @@ def _microseconds(fn: Callable[..., Any], args: Any) -> float:
 def check(backend: str, name: str, repeats: int, want: str) -> dict[str, Any]:
     """Runs one case on one backend."""
     device = jax.devices(backend)[0]
-    args = jax.device_put(case_arguments(name), device)
-    ours, plain = jax.jit(loss_and_gradient), jax.jit(plain_jax)
+    case = CASES[name]
+    args = jax.device_put(case.arguments(), device)
+    ours, plain = jax.jit(case.ours), jax.jit(case.plain)
     patterns = {testing.fingerprint(ours(*args)) for _ in range(repeats)}
     row = {
         "backend": backend,
@@ -141,8 +278,8 @@ def check(backend: str, name: str, repeats: int, want: str) -> dict[str, Any]:
         "us": _microseconds(ours, args),
         "plain_jax_us": _microseconds(plain, args),
     }
-    if backend == "cuda":
-        atomic = jax.jit(functools.partial(loss_and_gradient, deterministic=False))
+    if backend == "cuda" and case.atomic is not None:
+        atomic = jax.jit(case.atomic)
         row["distinct_atomic"] = len({testing.fingerprint(atomic(*args)) for _ in range(repeats)})
     return row
 

@@ -7,7 +7,6 @@ The order of every sum is written in `ffi/core/slots.h` and `ffi/aux_loss/aux_lo
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -20,9 +19,6 @@ from jax.interpreters import ad
 from jax.sharding import PartitionSpec
 
 from jax_moe_det import _checks, _ffi
-
-# As the attribute total_num_tokens: N is an operand.
-_TOTAL_IS_OPERAND = -1.0
 
 #: Name of the saved token counts, for `jax.checkpoint` policies.
 RESIDUAL_NAME = "jax_moe_det.tokens_per_expert"
@@ -64,28 +60,8 @@ def _scale(num_experts: int, topk: int, coeff: float, total: float | None) -> di
         "num_experts": np.int64(num_experts),
         "topk": np.int64(topk),
         "coeff": np.float64(coeff),
-        "total_num_tokens": np.float64(_TOTAL_IS_OPERAND if total is None else total),
+        "total_num_tokens": _ffi.total_attribute(total),
     }
-
-
-def _batch_shape(operands: Sequence[Any], core_ranks: Sequence[int]) -> tuple[int, ...]:
-    leading = [x.shape[: x.ndim - rank] for x, rank in zip(operands, core_ranks, strict=True)]
-    return jnp.broadcast_shapes(*leading)
-
-
-def _share_or_fill(x: Any, rank: int, batch: tuple[int, ...]) -> Any:
-    """Handlers take an operand once or once per item; anything between is broadcast."""
-    leading = x.shape[: x.ndim - rank]
-    if leading == batch or all(size == 1 for size in leading):
-        return x
-    return jnp.broadcast_to(x, batch + x.shape[x.ndim - rank :])
-
-
-def _fill_batch(operands: Sequence[Any], core_ranks: Sequence[int]) -> tuple[Any, tuple[Any, ...]]:
-    """The batch's shape, and the operands as handlers take them."""
-    batch = _batch_shape(operands, core_ranks)
-    filled = (_share_or_fill(x, r, batch) for x, r in zip(operands, core_ranks, strict=True))
-    return batch, tuple(filled)
 
 
 def _core_ranks(num_optional: int, masked: bool, *fixed: int) -> list[int]:
@@ -96,7 +72,7 @@ def _core_ranks(num_optional: int, masked: bool, *fixed: int) -> list[int]:
 def _local_loss(*operands: Any, masked: bool, deterministic: bool, **scale: Any) -> Any:
     """probs, tokens_per_expert, [valid_mask], [N] -> loss."""
     ranks = _core_ranks(len(operands) - 2, masked, 2, 1)
-    batch, operands = _fill_batch(operands, ranks)
+    batch, operands = _ffi.fill_batch(operands, ranks)
     probs = operands[0]
     workspace = aux_loss_workspace(probs.shape[-2:], probs.dtype)
     target = "aux_loss_fwd" if deterministic else "aux_loss_fwd_atomic"
@@ -110,7 +86,7 @@ def _local_loss(*operands: Any, masked: bool, deterministic: bool, **scale: Any)
 def _local_partials(*operands: Any, rows_per_slot: int) -> Any:
     """probs, tokens_per_expert, [valid_mask], whole slots of them -> partials."""
     ranks = _core_ranks(len(operands) - 2, len(operands) > 2, 2, 1)
-    batch, operands = _fill_batch(operands, ranks)
+    batch, operands = _ffi.fill_batch(operands, ranks)
     num_slots = -(-operands[0].shape[-2] // rows_per_slot)
     result = _ffi.typed_like(operands[0], (*batch, num_slots), jnp.float32)
     return _ffi.call("aux_loss_partials", result, *operands, rows_per_slot=np.int64(rows_per_slot))
@@ -118,9 +94,9 @@ def _local_partials(*operands: Any, rows_per_slot: int) -> Any:
 
 def _local_final(partials: Any, *total: Any, **scale: Any) -> Any:
     """All shards' partials, [N] -> loss."""
-    batch = _batch_shape((partials, *total), [1, *([0] * len(total))])
+    batch = _ffi.batch_shape((partials, *total), [1, *([0] * len(total))])
     partials = jnp.broadcast_to(partials, batch + partials.shape[-1:])
-    total = tuple(_share_or_fill(x, 0, batch) for x in total)
+    total = tuple(_ffi.share_or_fill(x, 0, batch) for x in total)
     result = _ffi.typed_like(partials, batch, jnp.float32)
     return _ffi.call("aux_loss_final", result, partials, *total, **_scale(**scale))
 
@@ -129,10 +105,10 @@ def _local_grad(*operands: Any, masked: bool, **scale: Any) -> Any:
     """Types of probs, tokens_per_expert, d_loss, [valid_mask], [N] -> d_probs."""
     like, counts, d_loss, *rest = operands
     ranks = _core_ranks(len(rest), masked, 2, 1, 0)
-    batch = _batch_shape(operands, ranks)
+    batch = _ffi.batch_shape(operands, ranks)
     # The row does not depend on the token: items that differ by their mask alone share it.
     mask, total = (rest[0], rest[1:]) if masked else (None, rest)
-    row_batch, row_operands = _fill_batch((counts, d_loss, *total), [1, 0, *([0] * len(total))])
+    row_batch, row_operands = _ffi.fill_batch((counts, d_loss, *total), [1, 0, *([0] * len(total))])
     columns = like.shape[-1:]
     row = _ffi.call(
         "aux_loss_bwd",
@@ -150,13 +126,6 @@ def _local_grad(*operands: Any, masked: bool, **scale: Any) -> Any:
 # ---- Sharding.
 
 
-def _rows_per_whole_slot(num_tokens: int, num_shards: int) -> int | None:
-    """Rows per slot, where each of the shards holds whole slots."""
-    rows_per_slot = _ffi.rows_per_slot(num_tokens)
-    whole = num_tokens > 0 and num_tokens % (num_shards * rows_per_slot) == 0
-    return rows_per_slot if whole else None
-
-
 def _gathered_loss(
     axes: Any, *operands: Any, num_shards: int, masked: bool, deterministic: bool, **scale: Any
 ) -> Any:
@@ -167,49 +136,18 @@ def _gathered_loss(
     """
     probs, counts, *rest = operands
     mask, total = (rest[:1], rest[1:]) if masked else ([], rest)
-    rows_per_slot = _rows_per_whole_slot(probs.shape[-2] * num_shards, num_shards)
-    # Where types say what varies by device (shard_map), gathered data does not.
-    to = "invarying" if _ffi.varying_axes(probs) else "varying"
-    gather = functools.partial(lax.all_gather, axis_name=axes, tiled=True, to=to)
+    rows_per_slot = _ffi.rows_per_whole_slot(probs.shape[-2] * num_shards, num_shards)
     if rows_per_slot is not None and deterministic:
         partials = _local_partials(probs, counts, *mask, rows_per_slot=rows_per_slot)
-        return _local_final(gather(partials, axis=partials.ndim - 1), *total, **scale)
-    probs = gather(probs, axis=probs.ndim - 2)
-    mask = [gather(x, axis=x.ndim - 1) for x in mask]
+        return _local_final(_ffi.gather(partials, axes, partials.ndim - 1), *total, **scale)
+    probs = _ffi.gather(probs, axes, probs.ndim - 2)
+    mask = [_ffi.gather(x, axes, x.ndim - 1) for x in mask]
     return _local_loss(
         *_ffi.unify_varying(probs, counts, *mask, *total),
         masked=masked,
         deterministic=deterministic,
         **scale,
     )
-
-
-def _rule(
-    operands: Sequence[Any], cores: Sequence[str], result: str, *, first_alone: bool = False
-) -> str:
-    """Shardy's rule: batch dimensions are shared by name, those of size 1 stand alone.
-
-    `first_alone`: the result shares them with the first operand alone.
-    """
-    num_batch = operands[0].ndim - len(cores[0])
-    used = iter("hijklnopqrsuvwxyz" * 8)
-    names = [f"b{i}" for i in range(num_batch)]
-    batch = jnp.broadcast_shapes(*(x.shape[:num_batch] for x in operands))
-    sides: list[str] = []
-    for x, core in zip(operands, cores, strict=True):
-        shares = not (first_alone and sides)
-        leading = [
-            name if shares and x.shape[i] == batch[i] else f"{next(used)}{len(sides)}{i}"
-            for i, name in enumerate(names)
-        ]
-        sides.append(" ".join([*leading, *core]))
-    return f"{', '.join(sides)} -> {' '.join([*names, *result])}"
-
-
-def _axis_names(axes: Any) -> tuple[Any, ...]:
-    if axes is None:
-        return ()
-    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def _batch_spec(specs: Sequence[tuple[Any, ...]], num_batch: int) -> tuple[Any, ...]:
@@ -219,21 +157,10 @@ def _batch_spec(specs: Sequence[tuple[Any, ...]], num_batch: int) -> tuple[Any, 
     """
     out: list[Any] = []
     for i in range(num_batch):
-        used = {name for axes in out for name in _axis_names(axes)}
-        free = (spec[i] for spec in specs if spec[i] and not used & {*_axis_names(spec[i])})
+        used = {name for axes in out for name in _ffi.axis_names(axes)}
+        free = (spec[i] for spec in specs if spec[i] and not used & {*_ffi.axis_names(spec[i])})
         out.append(next(free, None))
     return tuple(out)
-
-
-def _with_batch(operand: Any, batch_spec: Sequence[Any], core: Sequence[Any]) -> tuple[Any, ...]:
-    leading = (
-        axes if size > 1 else None for axes, size in zip(batch_spec, operand.shape, strict=False)
-    )
-    return (*leading, *core)
-
-
-def _axis_size(mesh: Any, axes: Any) -> int:
-    return math.prod(mesh.shape[name] for name in _axis_names(axes))
 
 
 def _loss(*operands: Any, axis_name: Any, masked: bool, like: bool, **options: Any) -> Any:
@@ -254,28 +181,28 @@ def _loss(*operands: Any, axis_name: Any, masked: bool, like: bool, **options: A
 
     def plan(mesh: Any, specs: Any) -> Any:
         rows = specs[0][-2]
-        shards = _axis_size(mesh, rows)
-        if _rows_per_whole_slot(num_tokens, shards) is None:
+        shards = _ffi.axis_size(mesh, rows)
+        if _ffi.rows_per_whole_slot(num_tokens, shards) is None:
             rows = None
         batch = _batch_spec(specs, num_batch)
-        used = {name for axes in batch for name in _axis_names(axes)}
-        if used & {*_axis_names(rows)}:
+        used = {name for axes in batch for name in _ffi.axis_names(axes)}
+        if used & {*_ffi.axis_names(rows)}:
             rows = None
         cores = [(rows, None), (None,), *([(rows,)] if masked else [])]
         cores += [()] * (len(operands) - len(cores))
-        wanted = [_with_batch(x, batch, core) for x, core in zip(operands, cores, strict=True)]
+        wanted = [_ffi.with_batch(x, batch, core) for x, core in zip(operands, cores, strict=True)]
         if rows is None:
-            return local, wanted, batch
+            return local, wanted, PartitionSpec(*batch)
         sharded = functools.partial(
             _gathered_loss, rows, num_shards=shards, masked=masked, **options
         )
-        return sharded, wanted, batch
+        return sharded, wanted, PartitionSpec(*batch)
 
     cores = ["te", "e", *(["t"] if masked else [])]
     cores += [""] * (len(operands) - len(cores))
     return _ffi.partition(
         local,
-        _rule(operands, cores, ""),
+        _ffi.sharding_rule(operands, cores, [""]),
         plan,
         operands,
         reduction_factors=("t",),
@@ -294,13 +221,13 @@ def _grad(*operands: Any, axis_name: Any, masked: bool, **options: Any) -> Any:
         batch = _batch_spec(specs[:1], num_batch)
         cores = [(rows, columns), (columns,), (), *([(rows,)] if masked else [])]
         cores += [()] * (len(operands) - len(cores))
-        wanted = [_with_batch(x, batch, core) for x, core in zip(operands, cores, strict=True)]
-        return local, wanted, (*batch, rows, columns)
+        wanted = [_ffi.with_batch(x, batch, core) for x, core in zip(operands, cores, strict=True)]
+        return local, wanted, PartitionSpec(*batch, rows, columns)
 
     # The other operands' dimensions have names of their own: probs alone shards the gradient.
     cores = ["te", "c", "", *(["m"] if masked else [])]
     cores += [""] * (len(operands) - len(cores))
-    rule = _rule(operands, cores, "te", first_alone=True)
+    rule = _ffi.sharding_rule(operands, cores, ["te"], first_alone=True)
     return _ffi.partition(local, rule, plan, operands)
 
 
@@ -308,21 +235,12 @@ def _grad(*operands: Any, axis_name: Any, masked: bool, **options: Any) -> Any:
 # transpose is the gradient, and the gradient's transpose is the loss.
 
 
-def _result_aval(aval: Any, shape: Sequence[int], spec: Sequence[Any], dtype: Any) -> Any:
-    return aval.update(
-        shape=tuple(shape),
-        dtype=jnp.dtype(dtype),
-        weak_type=False,
-        sharding=aval.sharding.update(spec=PartitionSpec(*spec)),
-    )
-
-
 def _loss_type(*avals: Any, axis_name: Any, masked: bool, like: bool, **_: Any) -> Any:
     if like:
         avals = avals[:-1]
     probs = avals[0]
-    batch = _batch_shape(avals, _core_ranks(len(avals) - 2, masked, 2, 1))
-    out = _result_aval(
+    batch = _ffi.batch_shape(avals, _core_ranks(len(avals) - 2, masked, 2, 1))
+    out = _ffi.result_aval(
         probs, batch, _batch_spec([*map(_ffi.full_spec, avals)], len(batch)), jnp.float32
     )
     if axis_name is None:
@@ -335,8 +253,8 @@ def _loss_type(*avals: Any, axis_name: Any, masked: bool, like: bool, **_: Any) 
 
 def _grad_type(*avals: Any, masked: bool, **_: Any) -> Any:
     like = avals[0]
-    batch = _batch_shape(avals, _core_ranks(len(avals) - 3, masked, 2, 1, 0))
-    return _result_aval(like, batch + like.shape[-2:], _ffi.full_spec(like), like.dtype)
+    batch = _ffi.batch_shape(avals, _core_ranks(len(avals) - 3, masked, 2, 1, 0))
+    return _ffi.result_aval(like, batch + like.shape[-2:], _ffi.full_spec(like), like.dtype)
 
 
 _bind_loss = _ffi.make_primitive("moe_aux_loss", _loss, _loss_type)
@@ -354,7 +272,7 @@ def _loss_jvp(
     del implementation
     out = _bind_loss(*primals, like=like, **params)
     if type(tangents[0]) is ad.Zero:
-        return out, _zero_tangent(out)
+        return out, _ffi.zero_tangent(out)
     probs, *rest = primals
     if like:
         probs = rest.pop()
@@ -383,20 +301,18 @@ def _loss_transpose(
         *rest, exemplar = rest  # type: ignore[assignment]
     else:  # jax.linear_transpose: there is no primal
         exemplar = jnp.zeros(aval.shape, aval.dtype, device=_ffi.explicit_sharding(aval))
+    d_loss = _ffi.whole_cotangent(d_loss, axis_name, aval)
     varying = aval.manual_axis_type.varying
-    if axis_name is not None and not set(axis_name) <= set(varying):
-        # Without varying types (check_vma=False, pmap) every device holds a share of the cotangent.
-        d_loss = _ordered_sum(lax.all_gather(d_loss, axis_name, axis=0), 0)
     operands = _ffi.unify_varying(exemplar, counts, d_loss, *rest, over=varying)
     d_probs = _bind_grad(*operands, axis_name=None, **params)
-    return [_sum_to_shape(d_probs, aval.shape)] + [None] * (num_operands - 1)
+    return [_ffi.sum_to_shape(d_probs, aval.shape)] + [None] * (num_operands - 1)
 
 
 def _grad_jvp(primals: Any, tangents: Any, *, implementation: Any, **params: Any) -> Any:
     del implementation
     out = _bind_grad(*primals, **params)
     if type(tangents[2]) is ad.Zero:
-        return out, _zero_tangent(out)
+        return out, _ffi.zero_tangent(out)
     like, counts, _, *rest = primals
     return out, _bind_grad(like, counts, tangents[2], *rest, **params)
 
@@ -411,26 +327,7 @@ def _grad_transpose(
         return [None, None, ad.Zero(d_loss.aval)] + [None] * len(rest)
     operands = _ffi.unify_varying(d_out, counts, *rest, like)
     out = _bind_loss(*operands, like=True, deterministic=True, **params)
-    return [None, None, _sum_to_shape(out, d_loss.aval.shape)] + [None] * len(rest)
-
-
-def _zero_tangent(primal: Any) -> Any:
-    return ad.Zero(jax.typeof(primal).to_tangent_aval())
-
-
-def _ordered_sum(x: Any, axis: int) -> Any:
-    """Sum over one axis in descending order, as JAX adds the cotangents of a Python loop."""
-    x = jnp.moveaxis(_ffi.replicate_axis(x, axis), axis, 0)
-    start = jnp.zeros_like(x[0])
-    return lax.scan(lambda total, item: (total + item, None), start, x, reverse=True)[0]
-
-
-def _sum_to_shape(x: Any, shape: tuple[int, ...]) -> Any:
-    """Sums the batch dimensions that `shape` has once: the operand was shared by the batch."""
-    for axis, size in enumerate(shape):
-        if size != x.shape[axis]:
-            x = jnp.expand_dims(_ordered_sum(x, axis), axis)
-    return x
+    return [None, None, _ffi.sum_to_shape(out, d_loss.aval.shape)] + [None] * len(rest)
 
 
 ad.primitive_jvps[_bind_loss.primitive] = _loss_jvp  # type: ignore[attr-defined]
@@ -440,6 +337,23 @@ ad.primitive_transposes[_bind_grad.primitive] = _grad_transpose  # type: ignore[
 
 
 # ---- Public function.
+
+
+def token_total(
+    total_num_tokens: Any, num_tokens: int, mask: Any, axes: tuple[Hashable, ...] | None
+) -> tuple[float | None, list[Any]]:
+    """N: a static number, or None and the list of the one operand.
+
+    By default the number of rows, or of valid rows; over the mesh axes `axes`, of all devices.
+    """
+    if total_num_tokens is not None:
+        total = _checks.total_tokens("total_num_tokens", total_num_tokens)
+    elif mask is None:
+        total = float(num_tokens if axes is None else num_tokens * lax.axis_size(axes))
+    else:
+        total = jnp.sum(mask, dtype=jnp.uint32)
+        total = total if axes is None else lax.psum(total, axes)
+    return (total, []) if isinstance(total, float) else (None, [total])
 
 
 def fused_moe_aux_loss(
@@ -508,37 +422,27 @@ def fused_moe_aux_loss(
     topk = _checks.static_int("topk", topk, 1, num_experts)
     coeff = _checks.static_float("coeff", coeff)
     counts = _checks.counts_array("tokens_per_expert", tokens_per_expert, (num_columns,))
-    if not isinstance(deterministic, bool | np.bool_):
-        raise _checks.type_error("deterministic", repr(deterministic), "True or False")
+    deterministic = _checks.static_bool("deterministic", deterministic)
     axes = None if axis_name is None else _checks.bound_axes("axis_name", axis_name)
     mask = None
     if valid_mask is not None:
         mask = _checks.mask_array("valid_mask", valid_mask, (num_tokens,))
-    if total_num_tokens is not None:
-        total = _checks.total_tokens("total_num_tokens", total_num_tokens)
-    elif mask is None:
-        total = float(num_tokens if axes is None else num_tokens * lax.axis_size(axes))
-    else:
-        total = jnp.sum(mask, dtype=jnp.uint32)
-        total = total if axes is None else lax.psum(total, axes)
+    static_total, total = token_total(total_num_tokens, num_tokens, mask, axes)
 
     counts = checkpoint_name(counts, RESIDUAL_NAME)
     optional: list[Any] = [] if mask is None else [mask]
-    static_total = total if isinstance(total, float) else None
     # N is global over axis_name: it need not vary over it, and the loss is then replicated.
     if axes is None:
-        optional += [] if static_total is not None else [total]
-        operands = _ffi.unify_varying(probs, counts, *optional)
+        operands = _ffi.unify_varying(probs, counts, *optional, *total)
     else:
         over = () if not _ffi.varying_axes(probs) else axes
-        operands = _ffi.unify_varying(probs, counts, *optional, over=over)
-        operands += [] if static_total is not None else [total]
+        operands = _ffi.unify_varying(probs, counts, *optional, over=over) + total
     return _bind_loss(
         *operands,
         axis_name=axes,
         masked=mask is not None,
         like=False,
-        deterministic=bool(deterministic),
+        deterministic=deterministic,
         num_experts=num_experts,
         topk=topk,
         coeff=coeff,

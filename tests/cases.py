@@ -149,3 +149,60 @@ def special_scores(kind: str, seed: int, num_tokens: int, num_experts: int, dtyp
     values = SPECIAL_INPUTS[kind](np.random.default_rng(seed), (num_tokens, num_experts), dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(FLOAT_DTYPES[dtype])
+
+
+def _tied(rng, shape, dtype):
+    # At most four values in a row: every cut is a tie.
+    return rng.integers(0, 4, shape) / 4 - rng.integers(0, 3, (shape[0], 1))
+
+
+def _tails(rng, shape, dtype):
+    # Scores that underflow beside scores that do not; rows whose every score does.
+    return rng.uniform(-100, 20, shape) + rng.choice([0, -40, -120, 60], (shape[0], 1))
+
+
+def _huge(rng, shape, dtype):
+    largest = {"float32": 3e38, "bfloat16": 3e38, "float16": 6e4}[dtype]
+    return rng.uniform(-1, 1, shape) * rng.choice([1e3, 1e4, largest], (shape[0], 1))
+
+
+def _sparsely(*values):
+    """Normal logits; two rows of three have these values at about a third of the experts."""
+
+    def make(rng, shape, dtype):
+        places = (rng.random(shape) < 0.3) & (rng.random((shape[0], 1)) < 0.7)
+        return np.where(places, rng.choice(values, shape), rng.standard_normal(shape))
+
+    return make
+
+
+def _rows_of(*values):
+    """Normal logits; half of the rows are one of these values, all along."""
+
+    def make(rng, shape, dtype):
+        row = rng.choice(values, (shape[0], 1))
+        return np.where(rng.random((shape[0], 1)) < 0.5, row, rng.standard_normal(shape))
+
+    return make
+
+
+LOGIT_KINDS = {
+    "normal": lambda rng, shape, dtype: 2 * rng.standard_normal(shape),
+    "tied": _tied,
+    "tails": _tails,
+    "huge": _huge,
+    "subnormal": _subnormal,
+    "signed_zeros": _signed_zeros,
+    "nan": _sparsely(np.nan, -np.nan),
+    "infinite": _sparsely(np.inf, -np.inf),
+    "minus_infinity": _sparsely(-np.inf),
+    "special": _sparsely(np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-40),
+    "constant_rows": _rows_of(np.nan, np.inf, -np.inf, 0.0, -0.0, -300.0),
+}
+
+
+def logits(kind: str, seed: int, num_tokens: int, num_experts: int, dtype: str = "float32"):
+    """Logits of one of `LOGIT_KINDS`."""
+    values = LOGIT_KINDS[kind](np.random.default_rng(seed), (num_tokens, num_experts), dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(FLOAT_DTYPES[dtype])

@@ -4,6 +4,7 @@ import json
 import re
 
 import jax
+import numpy as np
 import pytest
 
 from jax_moe_det import __main__ as cli
@@ -11,7 +12,7 @@ from jax_moe_det import __main__ as cli
 
 @pytest.mark.parametrize("name", cli.CASES)
 def test_cli_table_comes_from_the_reference_order(name):
-    assert cli.shipped_table()[name] == cli.reference_fingerprint(name)
+    assert cli.shipped_table()[name] == cli.CASES[name].reference_fingerprint()
 
 
 def test_cli_table_has_no_other_entry():
@@ -22,7 +23,9 @@ def test_cli_passes(capsys):
     assert cli.main(["--backend", "cpu", "--repeats", "3"]) == 0
     out = capsys.readouterr().out
     assert "All bits are as promised." in out
-    assert len(re.findall(r"^cpu +aux_loss .* yes +1 ", out, re.MULTILINE)) == len(cli.CASES)
+    assert len(re.findall(r"^cpu +(?:aux_loss|topk_router) .* yes +1 ", out, re.MULTILINE)) == len(
+        cli.CASES
+    )
 
 
 def test_cli_json(capsys):
@@ -46,6 +49,24 @@ def test_cli_fails_on_a_mismatch(monkeypatch, capsys):
     assert "FAILED" in out
 
 
+@pytest.mark.parametrize("name", cli.CASES)
+def test_cli_plain_jax_computes_the_same(name):
+    """Times are of like with like."""
+    case = cli.CASES[name]
+    arguments = jax.device_put(case.arguments(), jax.devices("cpu")[0])
+    got, want = jax.jit(case.plain)(*arguments), case.reference(*case.arguments())
+    for x, y in zip(got, want, strict=True):
+        # Plain JAX adds in an order of its own, and may round to 16 bits more than once.
+        bound = 1e-4 if x.dtype == np.float32 else 1e-2
+        x, y = (np.asarray(z).astype(np.float64) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=bound, atol=bound * np.abs(y).max())
+
+
+def test_cli_loss_alone_has_an_atomic_kernel():
+    for name, case in cli.CASES.items():
+        assert (case.atomic is not None) == name.startswith("aux_loss")
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="CUDA is present")
 def test_cli_says_what_cuda_lacks(capsys):
     assert cli.main(["--backend", "cuda", "--repeats", "1"]) == 1
@@ -57,7 +78,9 @@ def test_cli_says_what_cuda_lacks(capsys):
 def test_cli_gpu(capsys):
     assert cli.main(["--backend", "cuda", "--repeats", "20"]) == 0
     out = capsys.readouterr().out
-    assert len(re.findall(r"^cuda +aux_loss .* yes +1 ", out, re.MULTILINE)) == len(cli.CASES)
+    assert len(re.findall(r"^cuda +(?:aux_loss|topk_router) .* yes +1 ", out, re.MULTILINE)) == len(
+        cli.CASES
+    )
 
 
 def test_cli_refuses_no_repeats(capsys):

@@ -3,11 +3,11 @@
 import json
 import pathlib
 
-from jax_moe_det.__main__ import CASES, reference_fingerprint
+from jax_moe_det.__main__ import CASES
 
 PATH = pathlib.Path(__file__).parent.parent / "jax_moe_det" / "fingerprints.json"
 
 if __name__ == "__main__":
-    table = {name: reference_fingerprint(name) for name in CASES}
+    table = {name: case.reference_fingerprint() for name, case in CASES.items()}
     PATH.write_text(json.dumps(table, indent=1) + "\n")
     print(f"written: {PATH}")

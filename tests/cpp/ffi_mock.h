@@ -175,7 +175,7 @@ class RefusingPool final : public TaskPool {
   const int num_threads_;
 };
 
-using Attributes = std::map<std::string, std::variant<int64_t, double>>;
+using Attributes = std::map<std::string, std::variant<int64_t, double, float, bool>>;
 
 struct Outcome {
   XLA_FFI_Error_Code code;  // OK: success
@@ -218,9 +218,10 @@ inline XLA_FFI_Api MakeApi() {
   return api;
 }
 
-inline XLA_FFI_Scalar Scalar(std::variant<int64_t, double>& value) {
-  if (int64_t* integer = std::get_if<int64_t>(&value)) return {XLA_FFI_DataType_S64, integer};
-  return {XLA_FFI_DataType_F64, std::get_if<double>(&value)};
+inline XLA_FFI_Scalar Scalar(std::variant<int64_t, double, float, bool>& value) {
+  constexpr XLA_FFI_DataType kTypes[] = {XLA_FFI_DataType_S64, XLA_FFI_DataType_F64,
+                                         XLA_FFI_DataType_F32, XLA_FFI_DataType_PRED};
+  return {kTypes[value.index()], std::visit([](auto& held) -> void* { return &held; }, value)};
 }
 
 }  // namespace internal
