@@ -1,4 +1,4 @@
-"""Draws `benchmarks/results/*.json` of the loss: microseconds of this package and of plain JAX."""
+"""Draws `benchmarks/results/*.json`: microseconds of this package and of plain JAX."""
 
 from __future__ import annotations
 
@@ -9,38 +9,55 @@ import pathlib
 import matplotlib.pyplot as plt
 
 HERE = pathlib.Path(__file__).parent
-SERIES = {"ours": "jax_moe_det", "xla": "plain JAX", "atomic": "atomic kernel"}
+TITLES = {"aux_loss": "auxiliary loss", "topk_router": "top-k router"}
+PASSES = {"aux_loss": ("forward", "value_and_grad"), "topk_router": ("forward", "vjp")}
+SERIES = {
+    "ours": "jax_moe_det",
+    "xla": "plain JAX",
+    "argmax": "plain JAX, rounds of argmax",
+    "top_k": "plain JAX, lax.top_k",
+    "atomic": "atomic kernel",
+}
+
+
+def draw_panel(panel: plt.Axes, rows: list[dict], name: str) -> None:
+    """A group of bars for each row."""
+    present = [s for s in SERIES if f"{name}_{s}_us" in rows[0]]
+    width = 0.8 / len(present)
+    for k, series in enumerate(present):
+        at = [x + (k - (len(present) - 1) / 2) * width for x in range(len(rows))]
+        times = [row[f"{name}_{series}_us"] for row in rows]
+        panel.bar(at, times, width, label=SERIES[series])
+    if "read_only_us" in rows[0] and name == "forward":
+        floor = [row["read_only_us"] for row in rows]
+        panel.plot(range(len(rows)), floor, "k_", markersize=24, label="read only")
+    labels = [row["shape"].rsplit("-", 1)[-1] for row in rows]
+    panel.set_xticks(range(len(rows)), labels, rotation=30)
+    panel.set_ylabel("microseconds")
+    panel.legend()
 
 
 def draw(record: dict, output: pathlib.Path) -> None:
-    """One panel for each pass and dtype, a group of bars for each shape."""
-    rows = record["aux_loss"]
+    """One panel for each kind, pass and dtype, a group of bars for each shape."""
+    op = next(op for op in TITLES if op in record)
+    rows = record[op]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    passes = ["forward", "value_and_grad"]
+    kinds = list(dict.fromkeys(row.get("kind", "") for row in rows))
+    lines = [(kind, name) for kind in kinds for name in PASSES[op]]
     figure, axes = plt.subplots(
-        len(passes), len(dtypes), figsize=(7 * len(dtypes), 7), squeeze=False
+        len(lines), len(dtypes), figsize=(7 * len(dtypes), 3.5 * len(lines)), squeeze=False
     )
-    for i, name in enumerate(passes):
+    for i, (kind, name) in enumerate(lines):
         for j, dtype in enumerate(dtypes):
             panel = axes[i][j]
-            chosen = [row for row in rows if row["dtype"] == dtype]
-            present = [s for s in SERIES if f"{name}_{s}_us" in chosen[0]]
-            width = 0.8 / len(present)
-            for k, series in enumerate(present):
-                at = [x + (k - (len(present) - 1) / 2) * width for x in range(len(chosen))]
-                times = [row[f"{name}_{series}_us"] for row in chosen]
-                panel.bar(at, times, width, label=SERIES[series])
-            if "read_only_us" in chosen[0] and name == "forward":
-                floor = [row["read_only_us"] for row in chosen]
-                panel.plot(range(len(chosen)), floor, "k_", markersize=24, label="read only")
-            labels = [row["shape"].rsplit("-", 1)[-1] for row in chosen]
-            panel.set_xticks(range(len(chosen)), labels, rotation=30)
-            panel.set_title(f"{name}, {dtype}")
-            panel.set_ylabel("microseconds")
-            panel.legend()
-    figure.suptitle(f"auxiliary loss, {record['device']}, jax {record['jax']}")
-    figure.tight_layout()
+            chosen = [r for r in rows if (r["dtype"], r.get("kind", "")) == (dtype, kind)]
+            panel.set_title(", ".join(word for word in (kind, name, dtype) if word))
+            if chosen:
+                draw_panel(panel, chosen, name)
+    figure.suptitle(f"{TITLES[op]}, {record['device']}, jax {record['jax']}")
+    figure.tight_layout(rect=(0, 0, 1, 0.98))
     figure.savefig(output, dpi=120)
+    plt.close(figure)
 
 
 def main() -> None:
@@ -48,7 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", nargs="*", type=pathlib.Path, help="default: all")
     args = parser.parse_args()
-    for path in args.results or sorted((HERE / "results").glob("aux_loss_*.json")):
+    everything = (p for op in TITLES for p in sorted((HERE / "results").glob(f"{op}_*.json")))
+    for path in args.results or everything:
         draw(json.loads(path.read_text()), path.with_suffix(".png"))
         print(f"written: {path.with_suffix('.png')}")
 
