@@ -8,7 +8,9 @@ Kernels with IEEE float32 division, square root and explicit multiply-adds are f
 Newton steps and scalings that these are made of. There the machine code cannot tell; the PTX that
 it was assembled from can, where each of them is one instruction that names its rounding. So PTX is
 checked in every kernel: nothing approximate, nothing flushed to zero, and no addition or product
-that the assembler may contract, which is one without a rounding.
+that the assembler may contract, which is one without a rounding. One approximate instruction is
+approved, in those kernels: the seed of Reciprocal in ffi/core/exact_math.h, if nothing but the
+Newton step that makes it exact reads it.
 
     python .ci/check_sass.py --architectures 80,90,100 _cuda.so
 
@@ -43,12 +45,15 @@ FLUSH_TO_ZERO = re.compile(r"(?!F2I).*\.FTZ")
 
 PTX_ARCHITECTURE = re.compile(r"^\.target sm_(\w+)")
 PTX_FUNCTION = re.compile(r"\.(?:entry|func)\s+(?:\(.*?\)\s*)?(\w+)")
-PTX_INSTRUCTION = re.compile(r"^[\s{]*(?:@!?%p\d+\s+)?([a-z]\w*(?:\.\w+)+)\s")
+PTX_STATEMENT = re.compile(r"[\s{]*(?:@!?%p\d+\s+)?([a-z]\w*(?:\.\w+)+)\s+(.*)")
+PTX_OPERAND = re.compile(r"%?\w+")  # registers of addresses and vectors too
 PTX_FAULTS = {
     "approximate function": re.compile(r"[\w.]+\.(approx|full)\b"),
     "flush to zero": re.compile(r"[\w.]+\.ftz\b"),
-    "addition or product without a rounding": re.compile(r"(add|sub|mul|mad|fma)(\.sat)?\.f\d"),
+    "addition or product without a rounding": re.compile(r"(add|sub|mul|mad|fma)(\.sat)?\.b?f\d"),
 }
+PTX_SEED = "rcp.approx.ftz.f32"
+PTX_MINUS_ONE = "0fBF800000"
 
 
 def instructions(module: str) -> Iterator[tuple[str, str, str, list[str]]]:
@@ -67,20 +72,56 @@ def instructions(module: str) -> Iterator[tuple[str, str, str, list[str]]]:
         raise subprocess.CalledProcessError(process.returncode, command)
 
 
-def ptx_instructions(module: str) -> Iterator[tuple[str, str, str]]:
-    """Yields (architecture, function, opcode) of every instruction of the module's PTX."""
+def ptx_instructions(module: str) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yields (architecture, function, opcode, operands) of each instruction of the module's PTX."""
     command = ["cuobjdump", "-ptx", module]
     architecture = function = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
-            if match := PTX_INSTRUCTION.match(line):
-                yield architecture, function, match[1]
-            elif match := PTX_FUNCTION.search(line):
+            for statement in line.split(";"):  # inline assembly may have several in a line
+                if match := PTX_STATEMENT.match(statement):
+                    yield architecture, function, match[1], PTX_OPERAND.findall(match[2])
+            if match := PTX_FUNCTION.search(line):
                 function = match[1]
             elif match := PTX_ARCHITECTURE.match(line):
                 architecture = match[1]
     if process.returncode != 0:
         raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def bare_seeds(code: list[tuple[str, list[str]]]) -> int:
+    """Counts the seeds of a function that something else than their Newton step reads.
+
+    The step is t = fma(x, seed, -1), then fma(seed, -t, seed).
+    """
+    writers = collections.defaultdict(list)
+    readers = collections.defaultdict(list)
+    for instruction in code:
+        operands = instruction[1]
+        for written in operands[:1]:
+            writers[written].append(instruction)
+        for read in set(operands[1:]):
+            readers[read].append(instruction)
+
+    def is_minus_one(operand: str) -> bool:
+        if operand not in writers:
+            return operand == PTX_MINUS_ONE
+        return all(move == ("mov.f32", [operand, PTX_MINUS_ONE]) for move in writers[operand])
+
+    def is_step(seed: str, x: str) -> bool:
+        if len(writers[seed]) != 1 or len(readers[seed]) != 2:
+            return False
+        (error_op, error), (result_op, result) = readers[seed]
+        return (
+            error_op == result_op == "fma.rn.f32"
+            and sorted(error[1:3]) == sorted([x, seed])
+            and is_minus_one(error[3])
+            and result[1] == result[3] == seed
+            and writers[result[2]] == [("neg.f32", [result[2], error[0]])]
+            and len(readers[error[0]]) == len(readers[result[2]]) == 1
+        )
+
+    return sum(opcode == PTX_SEED and not is_step(*operands) for opcode, operands in code)
 
 
 def is_approximation(opcode: str, operands: list[str], writers: dict[str, str]) -> bool:
@@ -134,20 +175,26 @@ def main() -> int:
             controls.add(architecture)
         written[operands[0]] = opcode
 
-    # Of each architecture: the functions that have PTX.
-    ptx: dict[str, set[str]] = collections.defaultdict(set)
-    for architecture, function, opcode in ptx_instructions(arguments.module):
-        ptx[architecture].add(function)
+    # Of each architecture's functions: the PTX.
+    ptx: dict[str, dict[str, list[tuple[str, list[str]]]]] = collections.defaultdict(dict)
+    for architecture, function, opcode, operands in ptx_instructions(arguments.module):
+        ptx[architecture].setdefault(function, []).append((opcode, operands))
+        if opcode == PTX_SEED and re.search(IEEE_MATH, function):
+            continue
         for what, pattern in PTX_FAULTS.items():
             if pattern.match(opcode):
                 faults[architecture, function, opcode, what] += 1
+    for architecture, functions in ptx.items():
+        for function, code in functions.items():
+            if count := bare_seeds(code):
+                faults[architecture, function, PTX_SEED, "seed without its Newton step"] = count
 
     missing = set(filter(None, arguments.architectures.split(","))) - set(writers)
     # The PTX says nothing about kernels that were not assembled from it.
     without_ptx = [
         f"sm_{architecture}: {function}"
         for architecture, functions in sorted(writers.items())
-        for function in sorted(set(functions) - ptx[architecture])
+        for function in sorted(set(functions) - set(ptx[architecture]))
     ]
     blind = set(writers) - controls
     for architecture, functions in sorted(writers.items()):

@@ -9,8 +9,12 @@ import pathlib
 import matplotlib.pyplot as plt
 
 HERE = pathlib.Path(__file__).parent
-TITLES = {"aux_loss": "auxiliary loss", "topk_router": "top-k router"}
-PASSES = {"aux_loss": ("forward", "value_and_grad"), "topk_router": ("forward", "vjp")}
+TITLES = {"aux_loss": "auxiliary loss", "topk_router": "top-k router", "route": "route"}
+PASSES = {
+    "aux_loss": ("forward", "value_and_grad"),
+    "topk_router": ("forward", "vjp"),
+    "route": ("forward", "value_and_grad"),
+}
 SERIES = {
     "ours": "jax_moe_det",
     "xla": "plain JAX",
@@ -21,12 +25,15 @@ SERIES = {
 
 
 def draw_panel(panel: plt.Axes, rows: list[dict], name: str) -> None:
-    """A group of bars for each row."""
-    present = [s for s in SERIES if f"{name}_{s}_us" in rows[0]]
+    """A group of bars for each row that has this pass."""
+    rows = [row for row in rows if f"{name}_ours_us" in row]
+    if not rows:
+        return
+    present = [s for s in SERIES if any(f"{name}_{s}_us" in row for row in rows)]
     width = 0.8 / len(present)
     for k, series in enumerate(present):
         at = [x + (k - (len(present) - 1) / 2) * width for x in range(len(rows))]
-        times = [row[f"{name}_{series}_us"] for row in rows]
+        times = [row.get(f"{name}_{series}_us", 0) for row in rows]
         panel.bar(at, times, width, label=SERIES[series])
     if "read_only_us" in rows[0] and name == "forward":
         floor = [row["read_only_us"] for row in rows]
@@ -52,9 +59,37 @@ def draw(record: dict, output: pathlib.Path) -> None:
             panel = axes[i][j]
             chosen = [r for r in rows if (r["dtype"], r.get("kind", "")) == (dtype, kind)]
             panel.set_title(", ".join(word for word in (kind, name, dtype) if word))
-            if chosen:
-                draw_panel(panel, chosen, name)
+            draw_panel(panel, chosen, name)
     figure.suptitle(f"{TITLES[op]}, {record['device']}, jax {record['jax']}")
+    figure.tight_layout(rect=(0, 0, 1, 0.98))
+    figure.savefig(output, dpi=120)
+    plt.close(figure)
+
+
+def draw_scaling(record: dict, output: pathlib.Path) -> None:
+    """Of `scaling.py`: a panel for each step, a line over the devices for each shape and dtype."""
+    rows = record["scaling"]
+    steps = list(dict.fromkeys(row["step"] for row in rows))
+    figure, axes = plt.subplots(1, len(steps), figsize=(4.5 * len(steps), 4), squeeze=False)
+    for panel, step in zip(axes[0], steps, strict=True):
+        lines: dict[str, list[dict]] = {}
+        for row in rows:
+            if row["step"] == step:
+                lines.setdefault(f"{row['shape'].rsplit('-', 1)[-1]} {row['dtype']}", []).append(
+                    row
+                )
+        for label, line in lines.items():
+            panel.plot([r["devices"] for r in line], [r["us"] for r in line], "o-", label=label)
+        collective = [row for row in rows if row["step"] == step and row["all_gather_us"]]
+        at = [row["devices"] for row in collective]
+        panel.plot(at, [row["all_gather_us"] for row in collective], "kx", label="all-gather alone")
+        panel.set_title(step)
+        panel.set_xlabel("devices")
+        panel.set_ylabel("microseconds")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.legend()
+    figure.suptitle(f"tokens sharded, {record['device']}, jax {record['jax']}")
     figure.tight_layout(rect=(0, 0, 1, 0.98))
     figure.savefig(output, dpi=120)
     plt.close(figure)
@@ -65,9 +100,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", nargs="*", type=pathlib.Path, help="default: all")
     args = parser.parse_args()
-    everything = (p for op in TITLES for p in sorted((HERE / "results").glob(f"{op}_*.json")))
+    everything = (
+        p for op in [*TITLES, "scaling"] for p in sorted((HERE / "results").glob(f"{op}_*.json"))
+    )
     for path in args.results or everything:
-        draw(json.loads(path.read_text()), path.with_suffix(".png"))
+        record = json.loads(path.read_text())
+        (draw_scaling if "scaling" in record else draw)(record, path.with_suffix(".png"))
         print(f"written: {path.with_suffix('.png')}")
 
 

@@ -1,15 +1,16 @@
 """Trains a small mixture-of-experts language model, and checks that its bits repeat.
 
 A byte-level transformer learns the help texts that ship with Python (`pydoc_data.topics`). Each
-layer's router is balanced by `jax_moe_det.fused_moe_aux_loss`. The script trains twice on one
-device, and once on four CPU devices with the tokens sharded over them. Then it checks
+layer's router is one call of `jax_moe_det.route`: the chosen experts, their weights, and the two
+losses that train it. The script trains twice on one device, and once on four CPU devices with the
+tokens sharded over them. Then it checks
 
 1. the weights of the two runs on one device: their SHA-256 must be equal;
-2. *same scores in, same bits out*: the router scores of run 1 go, step by step, through the loss on
-   four CPU devices, sharded. Loss terms and gradient must have the bits of one device. This is
-   the promise of jax_moe_det, and it holds as well where run 1 was on a GPU;
-3. the loss terms of the run on four devices against those of run 1. Here the scores come out of
-   XLA's own matmuls and sums, whose bits nobody promises. This model therefore keeps every
+2. *same logits in, same bits out*: the router logits of run 1 go, step by step, through `route` on
+   four CPU devices, sharded. Everything it returns, and its gradient, must have the bits of one
+   device. This is the promise of jax_moe_det, and it holds as well where run 1 was on a GPU;
+3. the losses of the run on four devices against those of run 1. Here the logits come out of XLA's
+   own matmuls and sums, whose bits nobody promises. This model therefore keeps every
    floating-point sum inside one sequence, which the compiler sees in the same shape on one device
    and on four, and adds the sequences' gradients in a fixed order (see `make_step`). On CPU the
    trainings then agree to the last bit (with jax 0.10 to 0.12 on x86-64), and the script insists.
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import os
 import pydoc_data.topics
 import time
@@ -36,7 +36,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from jax_moe_det import fused_moe_aux_loss
+from jax_moe_det import Routing, route
+from jax_moe_det.testing import fingerprint
 
 NUM_SHARDS = 4
 VOCAB = 256  # bytes
@@ -45,9 +46,9 @@ WIDTH = 48
 HIDDEN = 96
 NUM_EXPERTS = 8
 TOPK = 2
-LAYER_WEIGHTS = ("query_key_value", "attention_out", "router", "expert_in", "expert_out")
 OPTIMIZER = optax.adam(3e-3)
 
+LAYER_WEIGHTS = ("query_key_value", "attention_out", "router", "expert_in", "expert_out")
 Weights = dict[str, jax.Array]
 
 
@@ -87,75 +88,65 @@ def attention(x: jax.Array, query_key_value: jax.Array, out: jax.Array) -> jax.A
     return jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)) @ value @ out
 
 
-def moe(
-    x: jax.Array, router: jax.Array, expert_in: jax.Array, expert_out: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Mixture of experts: every token's output comes from the TOPK experts that it scores highest.
+def embed(weights: Weights, tokens: jax.Array) -> jax.Array:
+    """The activations of one sequence, `[seq_len, WIDTH]`."""
+    # A matmul instead of a look-up: the gradient of a look-up is a scatter-add, atomic on a GPU.
+    return jax.nn.one_hot(tokens[:-1], VOCAB) @ weights["embed"] + weights["position"]
 
-    All experts run on all tokens and a mask selects, which is simple, and fast enough at this size.
 
-    Returns:
-      The output `[seq_len, WIDTH]`, and what the auxiliary loss needs: the router scores
-      `[seq_len, NUM_EXPERTS]` and the number of tokens of each expert, int32 `[NUM_EXPERTS]`.
+def attend(layer: Weights, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The layer's attention, and the router's logits `[seq_len, NUM_EXPERTS]`."""
+    x += attention(normalize(x), layer["query_key_value"], layer["attention_out"])
+    return x, normalize(x) @ layer["router"]
+
+
+def experts(layer: Weights, x: jax.Array, weights: jax.Array, indices: jax.Array) -> jax.Array:
+    """The experts that the router chose for each token, `[seq_len, TOPK]`, by its weights.
+
+    All experts run on all tokens, which is simple, and fast enough at this size.
     """
-    scores = jax.nn.softmax(x @ router)
-    _, chosen = jax.lax.top_k(scores, TOPK)
-    mask = jax.nn.one_hot(chosen, NUM_EXPERTS, dtype=jnp.int32).sum(axis=1)
-    gates = scores * mask
-    gates /= gates.sum(axis=-1, keepdims=True)
+    gates = jnp.einsum("tk,tke->te", weights, jax.nn.one_hot(indices, NUM_EXPERTS))
     # relu is exact. The multiply-adds of a gelu may be fused in one program and not in another, and
     # run 3 is another program than run 1.
-    hidden = jax.nn.relu(jnp.einsum("td,edh->eth", x, expert_in))
-    outputs = jnp.einsum("eth,ehd->etd", hidden, expert_out)
-    return jnp.einsum("etd,te->td", outputs, gates), scores, mask.sum(axis=0)
+    hidden = jax.nn.relu(jnp.einsum("td,edh->eth", normalize(x), layer["expert_in"]))
+    outputs = jnp.einsum("eth,ehd->etd", hidden, layer["expert_out"])
+    return x + jnp.einsum("etd,te->td", outputs, gates)
 
 
-def forward(weights: Weights, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Predicts each next byte of one sequence, `tokens` of `[seq_len + 1]`.
-
-    Returns:
-      The cross-entropy `[seq_len]`, the router scores `[NUM_LAYERS, seq_len, NUM_EXPERTS]` and the
-      tokens per expert `[NUM_LAYERS, NUM_EXPERTS]`.
-    """
-    # A matmul instead of a look-up: the gradient of a look-up is a scatter-add, atomic on a GPU.
-    inputs, targets = jax.nn.one_hot(tokens[:-1], VOCAB), jax.nn.one_hot(tokens[1:], VOCAB)
-    x = inputs @ weights["embed"] + weights["position"]
-    scores, counts = [], []
-    for layer in range(NUM_LAYERS):
-        w = {name: weights[name][layer] for name in LAYER_WEIGHTS}
-        x += attention(normalize(x), w["query_key_value"], w["attention_out"])
-        y, layer_scores, layer_counts = moe(
-            normalize(x), w["router"], w["expert_in"], w["expert_out"]
-        )
-        x += y
-        scores.append(layer_scores)
-        counts.append(layer_counts)
+def cross_entropy(weights: Weights, x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """That of each next byte, `[seq_len]`."""
     log_probs = jax.nn.log_softmax(normalize(x) @ weights["unembed"])
-    return -jnp.sum(targets * log_probs, axis=-1), jnp.stack(scores), jnp.stack(counts)
+    return -jnp.sum(jax.nn.one_hot(tokens[1:], VOCAB) * log_probs, axis=-1)
 
 
 # ---- Training.
 
 
-def loss_terms(scores: jax.Array, counts: jax.Array, coeff: float) -> jax.Array:
-    """The auxiliary loss of each layer, `[NUM_LAYERS]`, over the tokens of the whole batch."""
-    return jax.vmap(lambda p, f: fused_moe_aux_loss(p, f, TOPK, coeff))(scores, counts)
+class Coeffs(NamedTuple):
+    """The coefficients of the router's two losses."""
+
+    aux_loss: float
+    z_loss: float
 
 
 class Record(NamedTuple):
-    """What one step leaves behind."""
+    """What one step leaves behind; the routers' part is stacked, layer by layer."""
 
     lm_loss: Any  # float32 []
-    aux_loss: Any  # float32 [NUM_LAYERS]
-    scores: Any  # float32 [NUM_LAYERS, num_tokens, NUM_EXPERTS]
-    counts: Any  # int32 [NUM_LAYERS, NUM_EXPERTS]
+    logits: Any  # of the routers, float32 [NUM_LAYERS, batch_size, seq_len, NUM_EXPERTS]
+    routing: Routing
+
+
+def route_tokens(logits: jax.Array, coeffs: Coeffs) -> Routing:
+    """The router: the whole batch's tokens, in whatever way they are sharded."""
+    return route(logits, TOPK, aux_loss_coeff=coeffs.aux_loss, z_loss_coeff=coeffs.z_loss)
 
 
 Step = Callable[[Weights, Any, Any], tuple[Weights, Any, Record]]
 
 
 @functools.cache  # run 2 takes the compiled step of run 1
-def make_step(mesh: Mesh, coeff: float) -> Step:
+def make_step(mesh: Mesh, coeffs: Coeffs) -> Step:
     """Builds the jitted training step `(weights, state, batch) -> (weights, state, record)`.
 
     The batch `[batch_size, seq_len + 1]` is sharded over the mesh; weights are on every device.
@@ -164,23 +155,29 @@ def make_step(mesh: Mesh, coeff: float) -> Step:
     def whole(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
-    # One sequence after another, so that the compiler sees the same shapes on any number of
-    # devices: with vmap the bits of a matmul may depend on how many sequences a device holds.
-    forward_each = jax.shard_map(
-        lambda copies, batch: jax.lax.map(lambda x: forward(*x), (copies, batch)),
-        mesh=mesh,
-        in_specs=PartitionSpec("data"),
-        out_specs=PartitionSpec("data"),
-    )
+    def each(fn: Callable[..., Any], *args: Any) -> Any:
+        # One sequence after another, so that the compiler sees the same shapes on any number of
+        # devices: with vmap the bits of a matmul may depend on how many sequences a device holds.
+        return jax.shard_map(
+            lambda *args: jax.lax.map(lambda x: fn(*x), args),
+            mesh=mesh,
+            in_specs=PartitionSpec("data"),
+            out_specs=PartitionSpec("data"),
+        )(*args)
 
     def loss(copies: Weights, batch: jax.Array) -> tuple[jax.Array, Record]:
-        lm_losses, scores, counts = forward_each(copies, batch)
-        # The tokens of all sequences, one after another: [NUM_LAYERS, num_tokens, NUM_EXPERTS].
-        scores = jnp.moveaxis(scores, 1, 0).reshape(NUM_LAYERS, -1, NUM_EXPERTS)
-        counts = counts.sum(axis=0)  # integers: exact in any order, on any number of devices
-        aux_loss = loss_terms(scores, counts, coeff)
-        lm_loss = whole(lm_losses).mean()
-        return lm_loss + aux_loss.sum(), Record(lm_loss, aux_loss, scores, counts)
+        x = each(embed, copies, batch)
+        layers = []
+        for i in range(NUM_LAYERS):
+            layer = {name: copies[name][:, i] for name in LAYER_WEIGHTS}
+            x, logits = each(attend, layer, x)
+            routing = route_tokens(logits, coeffs)
+            x = each(experts, layer, x, routing.weights, routing.indices)
+            layers.append((logits, routing))
+        logits, routing = jax.tree.map(lambda *layers: jnp.stack(layers), *layers)
+        lm_loss = whole(each(cross_entropy, copies, x, batch)).mean()
+        total = lm_loss + routing.aux_loss.sum() + routing.z_loss.sum()
+        return total, Record(lm_loss, logits, routing)
 
     @jax.jit
     def step(weights: Weights, state: Any, batch: jax.Array) -> tuple[Weights, Any, Record]:
@@ -188,7 +185,7 @@ def make_step(mesh: Mesh, coeff: float) -> Step:
         # all-reduce, in an order that depends on the number of devices. So each sequence gets its
         # own copy of the weights, the copies' gradients are gathered, and every device adds them
         # in the order of the batch. It costs one gradient per sequence in memory; a large job would
-        # rather share the weights, and keep the promise of the loss alone.
+        # rather share the weights, and keep the promise of the router alone.
         copies = jax.tree.map(lambda w: jnp.broadcast_to(w, (len(batch), *w.shape)), weights)
         grads, record = jax.grad(loss, has_aux=True)(copies, batch)
         zeros = jax.tree.map(jnp.zeros_like, weights)
@@ -210,7 +207,7 @@ def train(
     mesh = Mesh(np.array(devices), ("data",))
     replicated = NamedSharding(mesh, PartitionSpec())
     by_sequence = NamedSharding(mesh, PartitionSpec("data"))
-    step = make_step(mesh, args.coeff)
+    step = make_step(mesh, args.coeffs)
 
     weights = jax.device_put(init_weights(args.seed, args.seq_len), replicated)
     state = jax.device_put(OPTIMIZER.init(weights), replicated)
@@ -222,7 +219,9 @@ def train(
         record = jax.tree.map(np.asarray, record)
         records.append(record)
         progress.set_postfix(
-            lm_loss=f"{record.lm_loss:.3f}", aux_loss=f"{record.aux_loss.sum():.5f}"
+            lm_loss=f"{record.lm_loss:.3f}",
+            aux_loss=f"{record.routing.aux_loss.sum():.5f}",
+            z_loss=f"{record.routing.z_loss.sum():.5f}",
         )
     return fingerprint(weights), records
 
@@ -230,56 +229,42 @@ def train(
 # ---- Comparisons.
 
 
-def fingerprint(tree: Any) -> str:
-    """SHA-256 of the names, dtypes, shapes and bytes of all arrays."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        array = np.asarray(leaf)
-        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
-
-
-def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Compares bits, not values: `==` takes -0.0 for +0.0, and no NaN for itself."""
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-
-
-def count_replayed(records: list[Record], devices: Sequence[Any], coeff: float) -> int:
-    """Feeds a run's router scores to one device and, token-sharded, to all of `devices`.
+def count_replayed(records: list[Record], devices: Sequence[Any], coeffs: Coeffs) -> int:
+    """Feeds a run's router logits to one device and, token-sharded, to all of `devices`.
 
     Returns:
-      The number of steps at which both give the loss terms of the run, and both the same gradient.
+      The number of steps at which both give the routing of the run, and both the same gradient.
     """
 
     @jax.jit
-    def terms_and_grad(scores: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        terms, vjp = jax.vjp(lambda p: loss_terms(p, counts, coeff), scores)
-        return terms, vjp(jnp.ones_like(terms))[0]
+    def routing_and_grad(logits: jax.Array) -> tuple[Routing, jax.Array]:
+        def total(logits: jax.Array) -> tuple[jax.Array, Routing]:
+            routing = jax.vmap(lambda layer: route_tokens(layer, coeffs))(logits)
+            # Squared, or the gradient of the weights, whose sum is 1, would be zero.
+            losses = routing.aux_loss.sum() + routing.z_loss.sum()
+            return (routing.weights**2).sum() + losses, routing
+
+        grad, routing = jax.grad(total, has_aux=True)(logits)
+        return routing, grad
 
     mesh = Mesh(np.array(devices), ("data",))
-    by_token = NamedSharding(mesh, PartitionSpec(None, "data", None))
-    replicated = NamedSharding(mesh, PartitionSpec())
+    by_token = NamedSharding(mesh, PartitionSpec(None, "data"))
     num_equal = 0
     for record in tqdm(records, desc="replay"):
-        terms, grad = terms_and_grad(record.scores, record.counts)
-        sharded_terms, sharded_grad = terms_and_grad(
-            jax.device_put(record.scores, by_token), jax.device_put(record.counts, replicated)
-        )
-        num_equal += (
-            same_bits(np.asarray(terms), record.aux_loss)
-            and same_bits(np.asarray(sharded_terms), record.aux_loss)
-            and same_bits(np.asarray(sharded_grad), np.asarray(grad))
-        )
+        routing, grad = routing_and_grad(record.logits)
+        sharded = routing_and_grad(jax.device_put(record.logits, by_token))
+        expected = fingerprint((record.routing, grad))
+        num_equal += fingerprint((routing, grad)) == fingerprint(sharded) == expected
     return num_equal
 
 
-def count_equal_terms(a: list[Record], b: list[Record]) -> int:
-    """The number of steps at which two runs have the bits of both the aux loss and the LM loss."""
-    return sum(
-        same_bits(x.aux_loss, y.aux_loss) and same_bits(x.lm_loss, y.lm_loss)
-        for x, y in zip(a, b, strict=True)
-    )
+def count_equal_losses(a: list[Record], b: list[Record]) -> int:
+    """The number of steps at which two runs have the bits of all three losses."""
+
+    def losses(record: Record) -> str:
+        return fingerprint((record.lm_loss, record.routing.aux_loss, record.routing.z_loss))
+
+    return sum(losses(x) == losses(y) for x, y in zip(a, b, strict=True))
 
 
 # ---- The script.
@@ -311,9 +296,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences; a multiple of 4")
     parser.add_argument("--seq-len", type=int, default=64, help="bytes")
-    parser.add_argument("--coeff", type=float, default=1e-2, help="of the auxiliary loss")
+    parser.add_argument("--aux-loss-coeff", type=float, default=1e-2)
+    parser.add_argument("--z-loss-coeff", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    args.coeffs = Coeffs(args.aux_loss_coeff, args.z_loss_coeff)
     if args.steps < 1 or args.seq_len < 1:
         parser.error("--steps and --seq-len must be at least 1")
     # Two on each device: XLA would unroll a loop over one sequence, and compile it differently.
@@ -344,9 +331,9 @@ def main() -> int:
     start = time.perf_counter()
     first, records = train("run 1", [device], batches, args)
     second, _ = train("run 2", [device], batches, args)
-    replayed = count_replayed(records, shards, args.coeff)
+    replayed = count_replayed(records, shards, args.coeffs)
     third, sharded_records = train(f"{NUM_SHARDS} devices", shards, batches, args)
-    trained_alike = count_equal_terms(records, sharded_records)
+    trained_alike = count_equal_losses(records, sharded_records)
 
     num_tokens = args.batch_size * args.seq_len
     print(f"{device.device_kind}, jax {jax.__version__}: {args.steps} steps of {num_tokens} tokens")
@@ -359,19 +346,19 @@ def main() -> int:
     print(f"  run 3, {NUM_SHARDS} CPU devices  {third}")
     print(f"\naux loss of each layer  run 1, 1 device             run 3, {NUM_SHARDS} CPU devices")
     for step in sorted({0, args.steps // 2, args.steps - 1}):
-        terms = [format_terms(run[step].aux_loss) for run in (records, sharded_records)]
+        terms = [format_terms(run[step].routing.aux_loss) for run in (records, sharded_records)]
         print(f"  step {step:<16d} {terms[0]}  {terms[1].rstrip()}")
     print()
 
     on_cpu = device.platform == "cpu"
     ok = report("weights of run 1 and run 2", first == second)
     ok &= report(
-        f"aux loss and gradient from run 1's scores, 1 device and {NUM_SHARDS} CPU devices: "
+        f"routing, losses and gradient from run 1's logits, 1 device and {NUM_SHARDS} CPU devices: "
         f"{replayed} of {args.steps} steps",
         replayed == args.steps,
     )
     agree = report(
-        f"aux loss and LM loss of run 1 and run 3: {trained_alike} of {args.steps} steps",
+        f"LM, aux and z loss of run 1 and run 3: {trained_alike} of {args.steps} steps",
         trained_alike == args.steps,
     )
     print(f"{time.perf_counter() - start:.0f} s")

@@ -26,7 +26,10 @@ from jax_moe_det import (
     fused_moe_aux_loss,
     fused_topk_with_score_function,
     reference,
+    route,
+    routing_stats,
     testing,
+    update_expert_bias,
 )
 
 COEFF = 0.01
@@ -151,6 +154,124 @@ def router_case(
     return Case(arguments, ours, plain, in_numpy)
 
 
+def route_case(
+    dtype: str,
+    num_tokens: int,
+    num_experts: int,
+    topk: int,
+    *,
+    masked: bool = False,
+    biased: bool = False,
+    replayed: bool = False,
+    **options: Any,
+) -> Case:
+    """The router step: routing, both losses, and the gradient of weights and losses together."""
+    options = {"aux_loss_coeff": 1.0, "z_loss_coeff": 0.1, **options}
+    d_aux, d_z = np.float32(0.75), np.float32(1.25)
+
+    def arguments() -> tuple[Any, ...]:
+        type_ = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        numbers = uniform("float32", 2 * num_tokens, num_experts)
+        logits = (numbers[:num_tokens] * 8 - 4).astype(type_)
+        d_weights = (numbers[num_tokens:, :topk] - np.float32(0.5)).astype(type_)
+        bias = (np.arange(num_experts) * 37 % 64 / 256).astype(np.float32) if biased else None
+        indices = None
+        if replayed:  # some name no expert
+            choices = np.arange(num_tokens * topk, dtype=np.int32).reshape(num_tokens, topk)
+            indices = choices * 37 % (num_experts + 1)
+        return logits, d_weights, bias, mask(num_tokens) if masked else None, indices
+
+    def forward_and_backward(f: Callable[..., Any], logits: Any, d_weights: Any) -> Any:
+        losses, vjp, rest = jax.vjp(f, logits, has_aux=True)
+        return *losses, *rest, vjp((d_weights, d_aux, d_z))[0]
+
+    def ours(logits: Any, d_weights: Any, bias: Any, valid_mask: Any, indices: Any) -> Any:
+        def step(x: Any) -> Any:
+            out = route(
+                x, topk, expert_bias=bias, valid_mask=valid_mask, indices=indices, **options
+            )
+            return (out.weights, out.aux_loss, out.z_loss), (out.indices, out.tokens_per_expert)
+
+        return forward_and_backward(step, logits, d_weights)
+
+    def plain(logits: Any, d_weights: Any, bias: Any, valid_mask: Any, indices: Any) -> Any:
+        def step(x: Any) -> Any:
+            return plain_route(x, topk, bias, valid_mask, indices, **options)
+
+        return forward_and_backward(step, logits, d_weights)
+
+    def in_numpy(logits: Any, d_weights: Any, bias: Any, valid_mask: Any, indices: Any) -> Any:
+        arrays = {"expert_bias": bias, "valid_mask": valid_mask}
+        weights, chosen, counts, aux, z = reference.route(
+            logits, topk, indices=indices, **arrays, **options
+        )
+        gradient = reference.route_grad(
+            logits, topk, chosen, d_weights, d_aux, d_z, **arrays, **options
+        )
+        return weights, aux, z, chosen, counts, gradient
+
+    return Case(arguments, ours, plain, in_numpy)
+
+
+def statistics_case(num_experts: int) -> Case:
+    """Statistics of the load, and the bias update."""
+    rate = 0.001
+
+    def arguments() -> tuple[Any, ...]:
+        counts = (np.arange(num_experts) * 7919 % 5000 // 3).astype(np.int32)
+        bias = (np.arange(num_experts) * 37 % 64 / 256).astype(np.float32)
+        return counts, bias
+
+    def ours(counts: Any, bias: Any) -> Any:
+        return *jax.tree.leaves(routing_stats(counts)), update_expert_bias(bias, counts, rate)
+
+    def plain(counts: Any, bias: Any) -> Any:
+        load = counts / jnp.sum(counts)
+        entropy = jnp.sum(jax.scipy.special.entr(load))
+        violations = num_experts * jnp.max(load) - 1, 1 - num_experts * jnp.min(load)
+        new_bias = bias + rate * jnp.sign(1 / num_experts - load)
+        dead = jnp.sum(counts == 0, dtype=jnp.int32)
+        return load, *violations, entropy, jnp.exp(entropy), dead, new_bias
+
+    def in_numpy(counts: Any, bias: Any) -> Any:
+        return *reference.routing_stats(counts), reference.update_expert_bias(bias, counts, rate)
+
+    return Case(arguments, ours, plain, in_numpy)
+
+
+def plain_scores(x: Any, score_function: str, after_topk: bool) -> Any:
+    """Scores in plain JAX; of a softmax after top-k, the logits."""
+    functions: dict[str, Callable[..., Any]] = {
+        "softmax": lambda x: x if after_topk else jax.nn.softmax(x),
+        "sigmoid": jax.nn.sigmoid,
+        "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
+    }
+    return functions[score_function](x)
+
+
+def plain_choice(values: Any, topk: int, num_groups: int, group_topk: int) -> Any:
+    """The experts that `lax.top_k` chooses; a group's score is the sum of its two highest."""
+    values = lax.stop_gradient(values)
+    if num_groups > 1:
+        grouped = values.reshape(len(values), num_groups, -1)
+        _, kept = lax.top_k(lax.top_k(grouped, 2)[0].sum(axis=2), group_topk)
+        is_kept = jax.nn.one_hot(kept, num_groups, dtype=bool).any(axis=1)
+        values = jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(values.shape)
+    return lax.top_k(values, topk)[1]
+
+
+def plain_weights(scores: Any, chosen: Any, score_function: str, after_topk: bool) -> Any:
+    """Weights of the chosen experts before scaling; 0 where there is none."""
+    is_expert = chosen < scores.shape[1]
+    weights = jnp.take_along_axis(scores, jnp.where(is_expert, chosen, 0), axis=1)
+    if after_topk:
+        weights = jax.nn.softmax(weights, where=is_expert)
+    weights = jnp.where(is_expert, weights, 0)
+    if score_function != "softmax" and chosen.shape[1] > 1:
+        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
+    return weights
+
+
 def plain_router(
     logits: Any,
     topk: int,
@@ -165,38 +286,74 @@ def plain_router(
     scaling_factor: float = 1.0,
     compute_aux_scores: bool = False,
 ) -> Any:
-    """The router in plain JAX, with `lax.top_k`, to compare times."""
+    """The router in plain JAX, to compare times."""
     assert group_score == "top2"
     x = logits.astype(jnp.float32)
     num_tokens = len(x)
     is_softmax = score_function == "softmax"
     after_topk = is_softmax and not use_pre_softmax and not compute_aux_scores
-    scores: Any = {
-        "softmax": lambda: x if after_topk else jax.nn.softmax(x),
-        "sigmoid": lambda: jax.nn.sigmoid(x),
-        "sqrtsoftplus": lambda: jnp.sqrt(jax.nn.softplus(x)),
-    }[score_function]()
+    scores = plain_scores(x, score_function, after_topk)
     if compute_aux_scores and not is_softmax:
         scores = scores / jnp.sum(scores, axis=1, keepdims=True)
-    values = lax.stop_gradient(scores if bias is None else scores + bias)
-    if num_groups > 1:
-        grouped = values.reshape(num_tokens, num_groups, -1)
-        _, kept = lax.top_k(lax.top_k(grouped, 2)[0].sum(axis=2), group_topk)
-        is_kept = jax.nn.one_hot(kept, num_groups, dtype=bool).any(axis=1)
-        values = jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(x.shape)
-    _, chosen = lax.top_k(values, topk)
+    values = scores if bias is None else scores + bias
+    chosen = plain_choice(values, topk, num_groups, group_topk)
     rows = jnp.arange(num_tokens)[:, None]
     valid = jnp.ones(num_tokens, bool) if valid_mask is None else valid_mask
     routing_map = jnp.zeros(x.shape, bool).at[rows, chosen].set(valid[:, None])
     if compute_aux_scores:
         return jnp.where(valid[:, None], scores, 0), routing_map
-    weights = jnp.take_along_axis(scores, chosen, axis=1)
-    if after_topk:
-        weights = jax.nn.softmax(weights)
-    elif not is_softmax and topk > 1:
-        weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+    weights = plain_weights(scores, chosen, score_function, after_topk)
     weights = jnp.where(valid[:, None], weights * scaling_factor, 0).astype(logits.dtype)
     return jnp.zeros(x.shape, logits.dtype).at[rows, chosen].set(weights), routing_map
+
+
+def plain_route(
+    logits: Any,
+    topk: int,
+    bias: Any,
+    valid_mask: Any,
+    indices: Any,
+    *,
+    aux_loss_coeff: float,
+    z_loss_coeff: float,
+    score_function: str = "softmax",
+    use_pre_softmax: bool = False,
+    num_groups: int = 1,
+    group_topk: int = 1,
+    group_score: str = "top2",
+    scaling_factor: float = 1.0,
+    loss_map: str = "dispatch",
+) -> Any:
+    """The router step in plain JAX, to compare times: (weights, losses), (indices, counts)."""
+    assert group_score == "top2"
+    x = logits.astype(jnp.float32)
+    num_tokens, num_experts = x.shape
+    after_topk = score_function == "softmax" and not use_pre_softmax
+    valid = jnp.ones(num_tokens, bool) if valid_mask is None else valid_mask
+    valid = valid[:, None]
+    total = jnp.sum(valid).astype(jnp.float32)
+
+    def count(chosen: Any) -> Any:
+        chosen = jnp.where(valid, chosen, num_experts)
+        return jnp.zeros(num_experts, jnp.int32).at[chosen].add(1, mode="drop")
+
+    scores = plain_scores(x, score_function, after_topk)
+    if indices is None:
+        values = scores if bias is None else scores + bias
+        indices = plain_choice(values, topk, num_groups, group_topk)
+    chosen = jnp.where(valid, indices, num_experts)
+    weights = plain_weights(scores, chosen, score_function, after_topk) * scaling_factor
+    counts = count(chosen)
+    if score_function == "softmax":
+        aux_scores = jax.nn.softmax(x)
+    else:
+        aux_scores = scores / jnp.sum(scores, axis=1, keepdims=True)
+    loss_counts = counts if loss_map == "dispatch" else count(plain_choice(aux_scores, topk, 1, 1))
+    aux = jnp.sum(jnp.where(valid, aux_scores, 0) * loss_counts)
+    aux = aux * (num_experts * aux_loss_coeff / topk) / (total * total)
+    squares = jax.nn.logsumexp(x, axis=1, keepdims=True) ** 2
+    z = jnp.sum(jnp.where(valid, squares, 0)) * z_loss_coeff / total
+    return (weights.astype(logits.dtype), aux, z), (chosen, counts)
 
 
 CASES = {
@@ -226,6 +383,28 @@ CASES = {
         "float32", 1000, 33, 4, masked=True, score_function="sigmoid", compute_aux_scores=True
     ),
     "topk_router wide": router_case("float16", 200, 2304, 36),
+    "route softmax": route_case("float32", 4096, 64, 6),
+    "route softmax first bfloat16, masked": route_case(
+        "bfloat16", 2048, 128, 8, masked=True, use_pre_softmax=True
+    ),
+    "route sigmoid, bias, groups": route_case(
+        "float32",
+        1024,
+        256,
+        8,
+        biased=True,
+        score_function="sigmoid",
+        num_groups=8,
+        group_topk=4,
+        group_score="top2",
+        scaling_factor=2.5,
+        loss_map="plain",
+    ),
+    "route replay, masked": route_case(
+        "float32", 1000, 33, 4, masked=True, replayed=True, score_function="sqrtsoftplus"
+    ),
+    "route wide": route_case("float16", 200, 2304, 36, score_function="sigmoid"),
+    "statistics": statistics_case(256),
 }
 
 

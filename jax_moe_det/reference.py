@@ -1154,8 +1154,9 @@ def route_grad(
             if loss_map == "plain":
                 counts = _plain_counts(aux_scores(x, score_function, eps), topk, valid)
             aux = aux_loss_grad(
-                x, counts, topk, aux_loss_coeff, d_loss=d_aux_loss, total_num_tokens=int(total)
-            )
+                x, counts, topk, aux_loss_coeff, d_loss=d_aux_loss,
+                total_num_tokens=total_num_tokens, valid_mask=valid,
+            )  # fmt: skip
         zg = np.zeros((len(x), 1), np.float32)
         if has_z:
             h = np.float32(np.float64(z_loss_coeff) / total * 2 * np.float64(np.float32(d_z_loss)))
@@ -1228,7 +1229,7 @@ def route_float64(
             score = score / (score.sum(axis=1, keepdims=True) + eps)
         aux = aux_loss_float64(
             score, counts, topk, aux_loss_coeff,
-            total_num_tokens=int(total), valid_mask=valid,
+            total_num_tokens=total_num_tokens, valid_mask=valid,
         )  # fmt: skip
         z = np.float64(0)
         if z_loss_coeff != 0 and total != 0:
@@ -1375,14 +1376,14 @@ def update_expert_bias(expert_bias: Any, tokens_per_expert: Any, rate: float) ->
     """
     bias = np.asarray(expert_bias)
     counts, total = _exact_counts(tokens_per_expert)
-    rate = np.float32(rate)
+    step = np.float32(rate)
     out = bias.copy()
     with np.errstate(all="ignore"):
         for e, count in enumerate(counts):
             excess = count * len(counts)
             if excess != total:
                 below, above = excess < total, excess > total
-                out[e] = bias[e] + rate if below else bias[e] - rate if above else np.nan
+                out[e] = bias[e] + step if below else bias[e] - step if above else np.nan
                 out[e] = _canonical_nan(out[e])
     return out
 

@@ -12,6 +12,7 @@
 
 #include "aux_loss/aux_loss.h"
 #include "aux_loss/aux_loss_launch.h"
+#include "core/fold_halves.cuh"
 #include "core/numerics.h"
 #include "core/slots.h"
 
@@ -106,21 +107,6 @@ struct alignas(sizeof(Score) * kVec) Vec {
     for (int c = 0; c < kVec; ++c) sums[c] = ToFloat(scores[c]);
   }
 };
-
-// Sum of leaves kFirst, kFirst + kStep, ... below kCount, folded by halves: the last addition joins
-// the even and the odd leaves. Depth first, so that only log2(kCount) sums are alive.
-template <int kCount, int kVec, int kFirst = 0, int kStep = 1, class Leaf>
-__device__ __forceinline__ void FoldHalves(const Leaf& leaf, float* sum) {
-  if constexpr (kStep == kCount) {
-    leaf(kFirst, sum);
-  } else {
-    float other[kVec];
-    FoldHalves<kCount, kVec, kFirst, 2 * kStep>(leaf, sum);
-    FoldHalves<kCount, kVec, kFirst + kStep, 2 * kStep>(leaf, other);
-#pragma unroll
-    for (int c = 0; c < kVec; ++c) sum[c] = sum[c] + other[c];
-  }
-}
 
 // ---- The lane sums of one thread, folded to one row of kVec values.
 //

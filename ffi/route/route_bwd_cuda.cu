@@ -3,10 +3,12 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "aux_loss/aux_loss.h"
 #include "core/numerics.h"
 #include "route/route.h"
+#include "route/route_common.cuh"
 #include "route/route_launch.h"
 #include "topk_router/topk_router.h"
 #include "topk_router/topk_router_row.cuh"
@@ -15,7 +17,6 @@ namespace jax_moe_det {
 namespace {
 
 constexpr int kWarps = 8;  // of a block, at most
-constexpr int kAnyKind = -1;
 
 // A stride of 0 shares an operand.
 struct BwdParams {
@@ -97,7 +98,7 @@ __device__ __forceinline__ void DensePart(const TopkRouterOptions& o,
       (softmax && (cotangent.has_aux || (o.kind == ScoreKind::kSoftmax && cotangent.has_weights)));
   if (!softmax && cotangent.has_aux) SigmoidKindsPart(o, x, g);
   if (!wants_softmax) return;
-  const RowScale scale = SoftmaxRow(x);
+  const RowScale scale = SoftmaxRow(x, WarpRowMax(x));
   const float zg = cotangent.has_z ? cotangent.h * LogSumExp(scale.max, scale.sum) : 0.0f;
   if (softmax) {
     const float dot = WarpRowSum(x, [&](int j) { return x[j] * g[j]; });
@@ -115,9 +116,7 @@ __device__ __forceinline__ float ChosenPart(const TopkRouterOptions& o, bool cho
                                             float g) {
   if (o.kind == ScoreKind::kSoftmax) return g;
   if (o.kind == ScoreKind::kSoftmaxAfterTopk) {
-    const uint32_t key = chosen ? SelectionKey(x) : kExcludedKey;
-    const float max = SelectionValue(__reduce_max_sync(kAllLanes, key));
-    const float e = ExpNonPositive(x - max);
+    const float e = ExpNonPositive(x - WarpChosenMax(x, chosen));
     const float weight = e * Reciprocal(WarpListSum(chosen ? e : 0.0f, o.topk));
     return SoftmaxGradient(weight, g, WarpListSum(chosen ? weight * g : 0.0f, o.topk));
   }
@@ -140,8 +139,8 @@ struct RowInputs {
   Raw<Logit, Columns::kVec> logits[Columns::kSize / Columns::kVec];
 };
 
-// `kKind`: the score kind of a common call, for which the compiler leaves out what it does not need
-// (see IsCommon); or kAnyKind.
+// `kKind`: the score kind of a common call (route_common.cuh), with cotangents of weights and aux
+// loss and distinct choices; or kAnyKind.
 template <class Logit, class Columns, int kKind>
 __global__ void __launch_bounds__(kWarps* kWarp, Columns::kSize > 8 ? 3 : 4)
     RouteBwdKernel(const BwdParams p) {
@@ -161,15 +160,10 @@ __global__ void __launch_bounds__(kWarps* kWarp, Columns::kSize > 8 ? 3 : 4)
   // +0 between rows: a few elements are set, added, and cleared.
   float* sparse = sparse_rows[warp];
   for (int e = lane; e < Columns::kPitch; e += kWarp) sparse[e] = 0.0f;
-  const int64_t step = int64_t{gridDim.x} * kWarps;
+  using Row = std::conditional_t<kCommon, int, int64_t>;
 
   for (int64_t item = blockIdx.y; item < r.batch; item += gridDim.y) {
     ItemCotangent cotangent = CotangentOf(r, item);
-    __syncthreads();
-    for (int e = threadIdx.x; e < Columns::kPitch; e += blockDim.x) {
-      aux[e] = cotangent.has_aux && e < n ? AuxCotangent(r, item, e) : 0.0f;
-    }
-    __syncthreads();
     if (kCommon) {
       cotangent.has_weights = true;
       if (!IsSoftmax(o.kind)) cotangent.has_z = false;
@@ -177,33 +171,46 @@ __global__ void __launch_bounds__(kWarps* kWarp, Columns::kSize > 8 ? 3 : 4)
     const Logit* logits = static_cast<const Logit*>(r.logits) + item * p.logits_stride;
     const int32_t* indices = r.indices + item * p.indices_stride;
     const Logit* d_weights = static_cast<const Logit*>(r.d_weights) + item * p.d_weights_stride;
-    const bool needs_logits = cotangent.has_aux || cotangent.has_z || o.kind == ScoreKind::kSoftmax;
-    const auto load = [&](int64_t row) {
+    const bool* valid_mask = r.valid_mask;
+    if (valid_mask != nullptr) valid_mask += item * p.mask_stride;
+    Logit* d_logits = static_cast<Logit*>(r.d_logits) + item * r.num_tokens * n;
+    const bool needs_logits =
+        kCommon || cotangent.has_aux || cotangent.has_z || o.kind == ScoreKind::kSoftmax;
+    const bool has_choice = cotangent.has_weights && lane < o.topk;
+    const auto load = [&](Row row) {
       RowInputs<Logit, Columns> in;
-      in.valid = r.valid_mask == nullptr || r.valid_mask[item * p.mask_stride + row];
+      in.valid = valid_mask == nullptr || valid_mask[row];
       in.column = n;
-      if (cotangent.has_weights && lane < o.topk) {
-        in.column = indices[row * o.topk + lane];
-        in.d_weight = d_weights[row * o.topk + lane];
+      if (has_choice) {
+        const Row choice = row * o.topk + lane;
+        in.column = indices[choice];
+        in.d_weight = d_weights[choice];
       }
       if (needs_logits) {
+        const Logit* first = logits + lane * kVec + int64_t{row} * n;
 #pragma unroll
-        for (int j = 0; j < kSize; j += kVec) {
-          const int first = Columns::Of(lane, j);
-          in.logits[j / kVec] = LoadRaw<kVec>(logits + row * n + first, kCommon ? kVec : n - first,
-                                              kCommon || p.vector);
+        for (int b = 0; b < kSize / kVec; ++b) {
+          const int present = kCommon ? kVec : n - Columns::Of(lane, b * kVec);
+          in.logits[b] = LoadRaw<kVec>(first + b * Columns::kWidth, present, kCommon || p.vector);
         }
       }
       return in;
     };
 
-    int64_t row = int64_t{blockIdx.x} * kWarps + warp;
+    const Row num_tokens = r.num_tokens;
+    const Row step = gridDim.x * kWarps;
+    Row row = blockIdx.x * kWarps + warp;
     RowInputs<Logit, Columns> next;
-    if (row < r.num_tokens) next = load(row);
-    for (; row < r.num_tokens; row += step) {
+    if (row < num_tokens) next = load(row);
+    __syncthreads();
+    for (int e = threadIdx.x; e < Columns::kPitch; e += blockDim.x) {
+      aux[e] = cotangent.has_aux && e < n ? AuxCotangent(r, item, e) : 0.0f;
+    }
+    __syncthreads();
+    for (; row < num_tokens; row += step) {
       const RowInputs<Logit, Columns> in = next;
-      if (row + step < r.num_tokens) next = load(row + step);
-      const bool valid = __all_sync(kAllLanes, in.valid);
+      if (row + step < num_tokens) next = load(row + step);
+      const bool valid = valid_mask == nullptr || __all_sync(kAllLanes, in.valid);
       const bool chosen = valid && IsExpert(in.column, n);
       RegisterRow<Columns> x, g;
       if (valid) {
@@ -256,12 +263,12 @@ __global__ void __launch_bounds__(kWarps* kWarp, Columns::kSize > 8 ? 3 : 4)
 #pragma unroll
         for (int j = 0; j < kSize; ++j) g[j] = 0.0f;
       }
-      Logit* d_logits = static_cast<Logit*>(r.d_logits) + (item * r.num_tokens + row) * n;
+      Logit* out = d_logits + lane * kVec + int64_t{row} * n;
 #pragma unroll
-      for (int j = 0; j < kSize; j += kVec) {
-        const int first = Columns::Of(lane, j);
-        StoreRaw<kVec>(Pack<Logit, kVec>(g.values + j), d_logits + first,
-                       kCommon ? kVec : n - first, kCommon || p.vector);
+      for (int b = 0; b < kSize / kVec; ++b) {
+        const int present = kCommon ? kVec : n - Columns::Of(lane, b * kVec);
+        StoreRaw<kVec>(Pack<Logit, kVec>(g.values + b * kVec), out + b * Columns::kWidth, present,
+                       kCommon || p.vector);
       }
       __syncwarp();
       if (chosen) sparse[in.column] = 0.0f;
@@ -403,29 +410,24 @@ cudaError_t LaunchRegisters(cudaStream_t stream, const BwdParams& p) {
   return cudaGetLastError();
 }
 
-// Is the call one of those that have kernels of their own? Rows that fill their columns, cotangents
-// of weights and aux loss, and of a z loss with the softmax kinds alone.
-template <class Columns>
-bool IsCommon(const BwdParams& p) {
-  const RouteBwd& r = p.op;
-  const ScoreKind kind = r.options.kind;
-  return p.vector && r.num_experts == Columns::kPitch && r.distinct && r.d_weights != nullptr &&
-         r.d_aux_loss != nullptr && kind != ScoreKind::kSqrtSoftplus &&
-         (r.d_z_loss == nullptr || IsSoftmax(kind));
-}
-
 template <class Logit, class Columns>
 cudaError_t LaunchRegisters(cudaStream_t stream, const BwdParams& p) {
-  if (!IsCommon<Columns>(p)) return LaunchRegisters<Logit, Columns, kAnyKind>(stream, p);
-  switch (p.op.options.kind) {
-    case ScoreKind::kSoftmaxAfterTopk:
-      return LaunchRegisters<Logit, Columns, static_cast<int>(ScoreKind::kSoftmaxAfterTopk)>(stream,
-                                                                                             p);
-    case ScoreKind::kSoftmax:
-      return LaunchRegisters<Logit, Columns, static_cast<int>(ScoreKind::kSoftmax)>(stream, p);
-    default:
-      return LaunchRegisters<Logit, Columns, static_cast<int>(ScoreKind::kSigmoid)>(stream, p);
+  const RouteBwd& r = p.op;
+  if constexpr (kHasCommon<Logit>) {
+    if (IsCommonRow<Columns>(r.num_tokens, r.num_experts, p.vector, r.options.kind,
+                             r.d_z_loss != nullptr) &&
+        r.distinct && r.d_weights != nullptr && r.d_aux_loss != nullptr) {
+      switch (r.options.kind) {
+        case ScoreKind::kSoftmaxAfterTopk:
+          return LaunchRegisters<Logit, Columns, kSoftmaxAfterTopk>(stream, p);
+        case ScoreKind::kSoftmax:
+          return LaunchRegisters<Logit, Columns, kSoftmax>(stream, p);
+        default:
+          return LaunchRegisters<Logit, Columns, kSigmoid>(stream, p);
+      }
+    }
   }
+  return LaunchRegisters<Logit, Columns, kAnyKind>(stream, p);
 }
 
 template <class Logit>

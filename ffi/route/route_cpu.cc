@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 
 #include "core/float_mode.h"
 #include "core/numerics.h"
@@ -90,9 +89,9 @@ void RunTasks(ffi::ThreadPool& pool, const Op& op, int64_t num_tasks) {
 }
 
 void ComputePass(ffi::ThreadPool& pool, const RoutePass& pass) {
-  const int64_t bytes = pass.batch * pass.num_experts * sizeof(int32_t);
-  std::memset(pass.counts, 0, bytes);
-  if (pass.plain != nullptr) std::memset(pass.plain, 0, bytes);
+  const int64_t size = pass.batch * pass.num_experts;
+  std::fill_n(pass.counts, size, 0);  // an empty array may be null
+  if (pass.plain != nullptr) std::fill_n(pass.plain, size, 0);
   RunTasks(pool, pass, pass.batch * pass.num_slots);
 }
 

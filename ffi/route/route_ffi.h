@@ -223,8 +223,8 @@ inline ffi::Error ParseRouteFwd(const ffi::AnyBuffer& logits, const ffi::Remaini
       CheckResult(kOp, "z_loss", results.z_loss, ffi::DataType::F32, pass->batch, {}));
   RouteWorkspace needed = {nullptr, 0};
   RouteWorkspaceQuery(pass->num_tokens, pass->num_experts, pass->options, &needed);
-  JAX_MOE_DET_RETURN_IF_ERROR(CheckResult(kOp, "workspace", results.scratch, ffi::DataType::F32,
-                                          pass->batch, {needed.num_elements}));
+  JAX_MOE_DET_RETURN_IF_ERROR(
+      CheckPartials(kOp, "workspace", results.scratch, pass->batch, needed.num_elements));
   // The parts of all items lie together.
   float* workspace = static_cast<float*>(results.scratch.untyped_data());
   const int64_t slots = pass->batch * kSlots;

@@ -10,10 +10,12 @@
 
 #include "aux_loss/aux_loss.h"
 #include "core/dependent_launch.cuh"
+#include "core/fold_halves.cuh"
 #include "core/numerics.h"
 #include "core/selection_key.h"
 #include "core/slots.h"
 #include "route/route.h"
+#include "route/route_common.cuh"
 #include "route/route_launch.h"
 #include "topk_router/topk_router.h"
 #include "topk_router/topk_router_row.cuh"
@@ -21,7 +23,6 @@
 namespace jax_moe_det {
 namespace {
 
-constexpr int kAnyKind = -1;
 constexpr int kWarps = 16;  // of a block of the pass; two blocks fit on a multiprocessor
 
 // A stride of 0 shares an operand.
@@ -80,21 +81,22 @@ struct PassShared {
   }
 };
 
-// `kFull`: rows fill their columns, and may be read in vectors.
+// `row`: the thread's first element of the row. `kFull`: rows fill their columns, and may be read
+// in vectors.
 template <class Logit, class Columns, bool kFull>
 __device__ __forceinline__ void LoadLogits(const PassParams& p, const Logit* row, int lane,
                                            Raw<Logit, Columns::kVec>* raw) {
 #pragma unroll
-  for (int j = 0; j < Columns::kSize; j += Columns::kVec) {
-    const int column = Columns::Of(lane, j);
-    const int present = kFull ? Columns::kVec : p.num_experts - column;
-    raw[j / Columns::kVec] = LoadRaw<Columns::kVec>(row + column, present, kFull || p.vector);
+  for (int b = 0; b < Columns::kSize / Columns::kVec; ++b) {
+    const int present =
+        kFull ? Columns::kVec : p.num_experts - Columns::Of(lane, b * Columns::kVec);
+    raw[b] = LoadRaw<Columns::kVec>(row + b * Columns::kWidth, present, kFull || p.vector);
   }
 }
 
-// `kKind`: the score kind of a common call, for which the compiler leaves out what it does not need
-// (see IsCommon); or kAnyKind.
-template <class Logit, class Columns, bool kOneChunk, int kKind>
+// `kKind`: the score kind of a common call (route_common.cuh), which has the aux loss of its own
+// choice; or kAnyKind. `kPlainChoice`: a common call without bias and groups.
+template <class Logit, class Columns, bool kOneChunk, int kKind, bool kPlainChoice>
 __global__ void __launch_bounds__(kWarps* kWarp, Columns::kSize > 8 ? 1 : 2)
     RoutePassKernel(const PassParams p) {
   constexpr bool kCommon = kKind != kAnyKind;
@@ -105,6 +107,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, Columns::kSize > 8 ? 1 : 2)
   LetDependentsStart();
   TopkRouterOptions o = p.options;
   if (kCommon) o.kind = static_cast<ScoreKind>(kKind);
+  if (kPlainChoice) o.num_groups = 1;
   o.aux_scores = false;
   const int n = kCommon ? Columns::kPitch : p.num_experts;
   const int warp = WarpIndex();
@@ -122,6 +125,9 @@ __global__ void __launch_bounds__(kWarps* kWarp, Columns::kSize > 8 ? 1 : 2)
   const bool wants_z = !(kCommon && !IsSoftmax(o.kind)) && p.z_partials != nullptr;
   const bool wants_plain = !kCommon && p.plain != nullptr;
   const bool has_replay = !kCommon && p.replay != nullptr;
+  const bool* valid_mask = p.valid_mask;
+  if (valid_mask != nullptr) valid_mask += blockIdx.y * p.mask_stride;
+  const int log_group_threads = LogGroupThreads(o, n);
   TopkRouterOptions plain_options = o;
   plain_options.num_groups = 1;
 
@@ -131,8 +137,11 @@ __global__ void __launch_bounds__(kWarps* kWarp, Columns::kSize > 8 ? 1 : 2)
   const int64_t begin = blockIdx.x * p.rows_per_slot;
   const int64_t left = p.num_tokens - begin;
   const Row num_rows = left < 0 ? 0 : left < p.rows_per_slot ? left : p.rows_per_slot;
-  const Logit* logits = static_cast<const Logit*>(p.logits) + item * p.logits_stride + begin * n;
-  const int64_t first_index = item * p.num_tokens + begin;
+  const Logit* logits =
+      static_cast<const Logit*>(p.logits) + item * p.logits_stride + begin * n + lane * kVec;
+  const int64_t first_choice = (item * p.num_tokens + begin) * o.topk;
+  Logit* weights = static_cast<Logit*>(p.weights) + first_choice;
+  int32_t* indices = p.indices + first_choice;
 
   // The row after `row` of this warp's lanes: the lane's next, or the first of its next lane.
   int l = warp;
@@ -168,33 +177,38 @@ __global__ void __launch_bounds__(kWarps* kWarp, Columns::kSize > 8 ? 1 : 2)
         }
       }
       Row next = row + lanes;
-      if (next >= num_rows) next = l + kWarps < lanes ? l + kWarps : num_rows;
-      if (next < num_rows)
+      if (next >= num_rows) next = lanes > kWarps && l + kWarps < lanes ? l + kWarps : num_rows;
+      if (next < num_rows) {
         LoadLogits<Logit, Columns, kCommon>(p, logits + int64_t{next} * n, lane, raw);
+      }
 
-      const int64_t index = first_index + row;
-      const bool valid = __all_sync(
-          kAllLanes, p.valid_mask == nullptr || p.valid_mask[item * p.mask_stride + begin + row]);
+      const bool valid = valid_mask == nullptr || __all_sync(kAllLanes, valid_mask[begin + row]);
       int column = n;
       float weight = 0.0f;
       if (valid) {
-        float max = 0.0f;
-        float sum = 1.0f;
+        RowScale logits_scale = {};
         if (wants_z && !IsSoftmax(o.kind)) {
-          max = WarpRowMax(x);
-          sum = WarpRowSum(x, [&](int j) { return ExpNonPositive(x[j] - max); });
+          const float max = WarpRowMax(x);
+          logits_scale.max = max;
+          logits_scale.sum = WarpRowSum(x, [&](int j) { return ExpNonPositive(x[j] - max); });
         }
         RowScale scale = ScoreRow(o, x);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) scores[Columns::Of(lane, j)] = x[j];
         __syncwarp();
         if (!has_replay) {
-          column = SelectFew<Columns>(o, n, x.values, scores, bias, p.cut_is_exact, lane);
+          column = SelectFew<Columns>(o, log_group_threads, x.values, scores, bias, p.cut_is_exact,
+                                      lane);
         } else if (lane < o.topk) {
           column = p.replay[item * p.replay_stride + (begin + row) * o.topk + lane];
         }
         const bool chosen = lane < o.topk && IsExpert(column, n);
-        weight = WarpWeight(o, chosen ? scores[column] : 0.0f, chosen);
+        const float score = chosen ? scores[column] : 0.0f;
+        float max = 0.0f;
+        if (o.kind == ScoreKind::kSoftmaxAfterTopk) {
+          max = kPlainChoice ? __shfl_sync(kAllLanes, score, 0) : WarpChosenMax(score, chosen);
+        }
+        weight = WarpWeight(o, score, chosen, max);
         if (chosen) {
           atomicAdd(block_counts + column, 1);
         } else {
@@ -202,17 +216,18 @@ __global__ void __launch_bounds__(kWarps* kWarp, Columns::kSize > 8 ? 1 : 2)
           weight = 0.0f;
         }
         if (wants_aux || wants_z) {
-          if (o.kind == ScoreKind::kSoftmaxAfterTopk) scale = SoftmaxRow(x);
-          if (IsSoftmax(o.kind)) {
-            max = scale.max;
-            sum = scale.sum;
-          } else {
-            NormalizeRow(x, o.eps);
+          if (o.kind == ScoreKind::kSoftmaxAfterTopk) {
+            // The first choice of all is the row's maximum.
+            scale = SoftmaxRow(x, kPlainChoice ? max : WarpRowMax(x));
           }
+          if (!IsSoftmax(o.kind)) NormalizeRow(x, o.eps);
 #pragma unroll
           for (int j = 0; j < kSize; ++j) chunk[j] = chunk[j] + x[j];
-          const float lse = LogSumExp(max, sum);
-          if (wants_z) z_chunk = z_chunk + lse * lse;
+        }
+        if (wants_z) {
+          const float lse = IsSoftmax(o.kind) ? LogSumExp(scale.max, scale.sum)
+                                              : LogSumExp(logits_scale.max, logits_scale.sum);
+          z_chunk = z_chunk + lse * lse;
         }
         if (wants_plain) {
           __syncwarp();
@@ -220,14 +235,15 @@ __global__ void __launch_bounds__(kWarps* kWarp, Columns::kSize > 8 ? 1 : 2)
           for (int j = 0; j < kSize; ++j) scores[Columns::Of(lane, j)] = x[j];
           __syncwarp();
           const int plain =
-              SelectFew<Columns>(plain_options, n, x.values, scores, no_bias, false, lane);
+              SelectFew<Columns>(plain_options, 0, x.values, scores, no_bias, false, lane);
           if (lane < o.topk) atomicAdd(block_plain + plain, 1);
         }
         __syncwarp();  // the scores are read before the next row's are written
       }
       if (lane < o.topk) {
-        RoundTo(weight, static_cast<Logit*>(p.weights) + index * o.topk + lane);
-        p.indices[index * o.topk + lane] = column;
+        const Row choice = row * o.topk + lane;
+        RoundTo(weight, weights + choice);
+        indices[choice] = column;
       }
       ++in_lane;
       if (!kOneChunk && (in_lane % kChunk == 0 || row + lanes >= num_rows)) {
@@ -254,23 +270,31 @@ __global__ void __launch_bounds__(kWarps* kWarp, Columns::kSize > 8 ? 1 : 2)
   }
   __syncthreads();
 
-  // Lanes fold by halves.
-  for (int half = lanes / 2; half > 0; half /= 2) {
+  // Lanes fold by halves, the last of them in a thread for each column: barriers cost more.
+  constexpr int kLast = 16;
+  for (int half = lanes / 2; half >= kLast; half /= 2) {
     for (int i = threadIdx.x; i < half * Shared::kSumPitch; i += blockDim.x) {
       lane_sums[i] = lane_sums[i] + lane_sums[i + half * Shared::kSumPitch];
     }
     __syncthreads();
   }
+  const auto column_sum = [&](int column) {
+    float sum;
+    FoldHalves<kLast, 1>(
+        [&](int i, float* lane_sum) { *lane_sum = lane_sums[i * Shared::kSumPitch + column]; },
+        &sum);
+    return sum;
+  };
   const int64_t slot = item * p.num_slots + blockIdx.x;
   WaitForPrecedingKernel();  // the counts are zero
   for (int e = threadIdx.x; e < n; e += blockDim.x) {
-    if (wants_aux) p.column_sums[slot * n + e] = lane_sums[e];
+    if (wants_aux) p.column_sums[slot * n + e] = column_sum(e);
     if (block_counts[e] != 0) atomicAdd(p.counts + item * n + e, block_counts[e]);
     if (wants_plain && block_plain[e] != 0) {
       atomicAdd(p.plain + item * n + e, block_plain[e]);
     }
   }
-  if (wants_z && threadIdx.x == 0) p.z_partials[slot] = CanonicalNan(lane_sums[Columns::kPitch]);
+  if (wants_z && threadIdx.x == 0) p.z_partials[slot] = CanonicalNan(column_sum(Columns::kPitch));
 }
 
 // ---- Rows in shared memory, or in none.
@@ -350,7 +374,7 @@ __global__ void RouteRowsKernel(const PassParams p, const AnySize size) {
     RowScale aux = scale;
     if (o.kind != ScoreKind::kSoftmax) {
       load();
-      if (IsSoftmax(o.kind) || p.z_partials != nullptr) aux = SoftmaxRow(x);
+      if (IsSoftmax(o.kind) || p.z_partials != nullptr) aux = SoftmaxRow(x, WarpRowMax(x));
     }
     const float lse = LogSumExp(aux.max, aux.sum);
     if (!IsSoftmax(o.kind)) {
@@ -367,7 +391,7 @@ __global__ void RouteRowsKernel(const PassParams p, const AnySize size) {
     if (p.plain != nullptr) {
       if (o.kind == ScoreKind::kSoftmax) {
         load();
-        SoftmaxRow(x);
+        SoftmaxRow(x, WarpRowMax(x));
       }
       to_keys(nullptr);
       SelectAny(x, o.topk, chosen, lane);
@@ -450,6 +474,28 @@ __device__ __forceinline__ double FoldWarp(double* own) {
   return sum;
 }
 
+// A lane's part of the dot of counts and column sums. All loads come before the first product.
+template <class T>
+__device__ __forceinline__ double LaneDot(const T* counts, const float* column_sums, int n,
+                                          int lane) {
+  double dot[kOwnLanes] = {};
+  for (int first = lane * kOwnLanes; first < n; first += kDotLanes) {
+    T count[kOwnLanes];
+    float sum[kOwnLanes];
+#pragma unroll
+    for (int i = 0; i < kOwnLanes; ++i) {
+      const bool present = first + i < n;  // a missing column adds +0
+      count[i] = present ? counts[first + i] : T{0};
+      sum[i] = present ? column_sums[first + i] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kOwnLanes; ++i) {
+      dot[i] = Fma(static_cast<double>(count[i]), static_cast<double>(sum[i]), dot[i]);
+    }
+  }
+  return FoldWarp(dot);
+}
+
 // A warp per slot.
 __global__ void RoutePartialsKernel(const RoutePartials r) {
   LetDependentsStart();
@@ -457,20 +503,21 @@ __global__ void RoutePartialsKernel(const RoutePartials r) {
   const int64_t index = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp;
   if (index >= r.batch * r.num_slots) return;
   const int n = r.num_experts;
-  const int64_t counts = r.counts.batched ? index / r.num_slots * n : 0;
+  const int64_t offset = r.counts.batched ? index / r.num_slots * n : 0;
+  const float* column_sums = r.column_sums + index * n;
   WaitForPrecedingKernel();
-  double dot[kOwnLanes] = {};
-  for (int first = lane * kOwnLanes; first < n; first += kDotLanes) {
-#pragma unroll
-    for (int i = 0; i < kOwnLanes; ++i) {
-      const int column = first + i;
-      if (column < n) {
-        dot[i] = Fma(Count(r.counts, counts + column),
-                     static_cast<double>(r.column_sums[index * n + column]), dot[i]);
-      }
-    }
+  double sum = 0.0;
+  switch (r.counts.type) {
+    case CountType::kInt32:
+      sum = LaneDot(static_cast<const int32_t*>(r.counts.data) + offset, column_sums, n, lane);
+      break;
+    case CountType::kInt64:
+      sum = LaneDot(static_cast<const int64_t*>(r.counts.data) + offset, column_sums, n, lane);
+      break;
+    case CountType::kFloat32:
+      sum = LaneDot(static_cast<const float*>(r.counts.data) + offset, column_sums, n, lane);
+      break;
   }
-  const double sum = FoldWarp(dot);
   if (lane == 0) r.partials[index] = CanonicalNan(static_cast<float>(sum));
 }
 
@@ -500,10 +547,10 @@ __global__ void RouteFinalKernel(const RouteFinal r) {
 
 // ---- Launches.
 
-template <class Logit, class Columns, bool kOneChunk, int kKind>
+template <class Logit, class Columns, bool kOneChunk, int kKind, bool kPlainChoice>
 cudaError_t LaunchRegisters(cudaStream_t stream, const PassParams& p) {
   const size_t shared = PassShared<Columns>::Bytes(NumLanes(p.num_experts), kOneChunk);
-  const auto kernel = RoutePassKernel<Logit, Columns, kOneChunk, kKind>;
+  const auto kernel = RoutePassKernel<Logit, Columns, kOneChunk, kKind, kPlainChoice>;
   const cudaError_t status = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (status != cudaSuccess) return status;
@@ -511,39 +558,32 @@ cudaError_t LaunchRegisters(cudaStream_t stream, const PassParams& p) {
   return LaunchDependent(stream, kernel, grid, dim3(kWarps * kWarp), shared, p);
 }
 
-template <class Logit, class Columns, int kKind>
+template <class Logit, class Columns, int kKind, bool kPlainChoice = false>
 cudaError_t LaunchRegisters(cudaStream_t stream, const PassParams& p) {
   const bool one_chunk = p.rows_per_slot <= kChunk * NumLanes(p.num_experts);
-  return one_chunk ? LaunchRegisters<Logit, Columns, true, kKind>(stream, p)
-                   : LaunchRegisters<Logit, Columns, false, kKind>(stream, p);
-}
-
-// Is the call one of those that have kernels of their own? Rows that fill their columns, the aux
-// loss of this routing, and a z loss with the softmax kinds alone.
-template <class Logit, class Columns>
-bool IsCommon(const PassParams& p) {
-  constexpr int64_t kMostRows = 1 << 30;
-  const ScoreKind kind = p.options.kind;
-  return sizeof(Logit) >= 2 && p.vector && p.num_experts == Columns::kPitch &&
-         p.rows_per_slot <= kMostRows && p.replay == nullptr && p.plain == nullptr &&
-         p.column_sums != nullptr && kind != ScoreKind::kSqrtSoftplus &&
-         (p.z_partials == nullptr || IsSoftmax(kind));
+  return one_chunk ? LaunchRegisters<Logit, Columns, true, kKind, kPlainChoice>(stream, p)
+                   : LaunchRegisters<Logit, Columns, false, kKind, kPlainChoice>(stream, p);
 }
 
 template <class Logit, class Columns>
 cudaError_t LaunchRegisters(cudaStream_t stream, const PassParams& p) {
-  const int kind = IsCommon<Logit, Columns>(p) ? static_cast<int>(p.options.kind) : kAnyKind;
-  switch (kind) {
-    case static_cast<int>(ScoreKind::kSoftmaxAfterTopk):
-      return LaunchRegisters<Logit, Columns, static_cast<int>(ScoreKind::kSoftmaxAfterTopk)>(stream,
-                                                                                             p);
-    case static_cast<int>(ScoreKind::kSoftmax):
-      return LaunchRegisters<Logit, Columns, static_cast<int>(ScoreKind::kSoftmax)>(stream, p);
-    case static_cast<int>(ScoreKind::kSigmoid):
-      return LaunchRegisters<Logit, Columns, static_cast<int>(ScoreKind::kSigmoid)>(stream, p);
-    default:
-      return LaunchRegisters<Logit, Columns, kAnyKind>(stream, p);
+  if constexpr (kHasCommon<Logit>) {
+    if (IsCommonRow<Columns>(p.num_tokens, p.num_experts, p.vector, p.options.kind,
+                             p.z_partials != nullptr) &&
+        p.replay == nullptr && p.plain == nullptr && p.column_sums != nullptr) {
+      const bool plain_choice = p.expert_bias == nullptr && p.options.num_groups == 1;
+      switch (p.options.kind) {
+        case ScoreKind::kSoftmaxAfterTopk:
+          return plain_choice ? LaunchRegisters<Logit, Columns, kSoftmaxAfterTopk, true>(stream, p)
+                              : LaunchRegisters<Logit, Columns, kSoftmaxAfterTopk>(stream, p);
+        case ScoreKind::kSoftmax:
+          return LaunchRegisters<Logit, Columns, kSoftmax>(stream, p);
+        default:
+          return LaunchRegisters<Logit, Columns, kSigmoid>(stream, p);
+      }
+    }
   }
+  return LaunchRegisters<Logit, Columns, kAnyKind>(stream, p);
 }
 
 template <class Logit>

@@ -55,8 +55,10 @@ MOE_HOST_DEVICE double ToDouble(double x) { return x; }
 
 // Not the compiler's conversion, which is a call on some platforms. Exact below 2^53.
 MOE_HOST_DEVICE double ToDouble(__int128 x) {
-  return static_cast<double>(static_cast<int64_t>(x >> 64)) * 0x1p64 +
-         static_cast<double>(static_cast<uint64_t>(x));
+  const __int128 size = x < 0 ? -x : x;
+  const double magnitude = static_cast<double>(static_cast<int64_t>(size >> 64)) * 0x1p64 +
+                           static_cast<double>(static_cast<uint64_t>(size));
+  return x < 0 ? -magnitude : magnitude;
 }
 
 // The load of some of the experts; one expert's is {count, count, count, count == 0}.

@@ -95,6 +95,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, Columns::kSize > 8 ? 3 : 4)
     mine.map[e] = 0;
   }
   const TopkRouterOptions& o = p.options;
+  const int log_group_threads = LogGroupThreads(o, p.num_experts);
   const int64_t step = int64_t{gridDim.x} * kWarps;
 
   for (int64_t item = blockIdx.y; item < p.batch; item += gridDim.y) {
@@ -139,9 +140,14 @@ __global__ void __launch_bounds__(kWarp* kWarps, Columns::kSize > 8 ? 3 : 4)
 #pragma unroll
         for (int j = 0; j < Columns::kSize; ++j) mine.scores[Columns::Of(lane, j)] = x[j];
         __syncwarp();
-        column =
-            SelectFew<Columns>(o, p.num_experts, x.values, mine.scores, bias, p.cut_is_exact, lane);
-        if (!o.aux_scores) weight = WarpWeight(o, mine.scores[column], lane < o.topk);
+        column = SelectFew<Columns>(o, log_group_threads, x.values, mine.scores, bias,
+                                    p.cut_is_exact, lane);
+        if (!o.aux_scores) {
+          const float score = mine.scores[column];
+          float max = 0.0f;
+          if (o.kind == ScoreKind::kSoftmaxAfterTopk) max = WarpChosenMax(score, lane < o.topk);
+          weight = WarpWeight(o, score, lane < o.topk, max);
+        }
         if (lane < o.topk) {
           RoundTo(weight, mine.weights + column);
           mine.map[column] = 1;

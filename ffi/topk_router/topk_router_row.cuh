@@ -107,22 +107,33 @@ __device__ __forceinline__ uint32_t NearestPair(Float16, float low, float high) 
 // The compiler makes one comparison of both.
 __device__ __forceinline__ bool HasNan(float a, float b) { return (a != a) | (b != b); }
 
-// RoundTo of each value. NaN is rare, and looked for in pairs: a test for each value would be a
-// tenth of a kernel's instructions.
+// RoundTo of each value, some of which are NaN. A call, so that the compiler cannot make selects of
+// it, which would run for every row.
+template <class T, int kCount>
+__device__ __noinline__ Raw<T, kCount> PackNan(Raw<float, kCount> values) {
+  float floats[kCount];
+  memcpy(floats, &values, sizeof(values));
+  T elements[kCount];
+#pragma unroll
+  for (int c = 0; c < kCount; ++c) RoundTo(floats[c], elements + c);
+  Raw<T, kCount> raw;
+  memcpy(&raw, elements, sizeof(raw));
+  return raw;
+}
+
+// RoundTo of each value. NaN is rare, and looked for in pairs.
 template <class T, int kCount>
 __device__ __forceinline__ Raw<T, kCount> Pack(const float* values) {
   static_assert(kCount % 2 == 0, "pairs");
   bool has_nan = false;
 #pragma unroll
   for (int c = 0; c < kCount; c += 2) has_nan |= HasNan(values[c], values[c + 1]);
+  Raw<float, kCount> floats;
+  memcpy(&floats, values, sizeof(floats));
+  if (has_nan) return PackNan<T, kCount>(floats);
   Raw<T, kCount> raw;
-  if (has_nan) {
-    T elements[kCount];
-#pragma unroll
-    for (int c = 0; c < kCount; ++c) RoundTo(values[c], elements + c);
-    memcpy(&raw, elements, sizeof(raw));
-  } else if constexpr (sizeof(T) == sizeof(float)) {
-    memcpy(&raw, values, sizeof(raw));
+  if constexpr (sizeof(T) == sizeof(float)) {
+    raw = floats;
   } else {
     uint32_t pairs[kCount / 2];
 #pragma unroll
@@ -196,7 +207,7 @@ __device__ __forceinline__ float WarpRowSum(const Row& row, const Term& term) {
   return FoldRowLanes<kVec>(lanes);
 }
 
-// The key of a value that an addition made: its NaN has one pattern already.
+// The key of a value that an addition or a maximum made: its NaN has one pattern already.
 __device__ __forceinline__ uint32_t SumKey(float value) {
   const uint32_t bits = __float_as_uint(value);
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
@@ -204,15 +215,17 @@ __device__ __forceinline__ uint32_t SumKey(float value) {
 
 template <class Row>
 __device__ __forceinline__ float WarpRowMax(Row& row) {
-  float max = row[0];
+  float max = row[0];  // a thread has more than one
 #pragma unroll
   for (int j = 1; j < row.size(); ++j) max = MaxOrNan(max, row[j]);
-  return SelectionValue(__reduce_max_sync(kAllLanes, SelectionKey(max)));
+  return SelectionValue(__reduce_max_sync(kAllLanes, SumKey(max)));
 }
 
 // ListSum of one value in each of the first `count` lanes, +0 in the others.
 __device__ __forceinline__ float WarpListSum(float value, int count) {
-  for (int stride = 1; stride < count; stride *= 2) {
+#pragma unroll
+  for (int stride = 1; stride < kWarp; stride *= 2) {
+    if (stride >= count) break;
     value = value + __shfl_xor_sync(kAllLanes, value, stride);
   }
   return value;
@@ -243,11 +256,11 @@ struct RowScale {
   float inverse;  // softmax: 1 / S; aux scores of the sigmoid kinds: the normalizing factor
 };
 
-// Logits to their softmax, in place.
+// Logits to their softmax, in place. `max`: of the row.
 template <class Row>
-__device__ __forceinline__ RowScale SoftmaxRow(Row& row) {
+__device__ __forceinline__ RowScale SoftmaxRow(Row& row, float max) {
   RowScale scale;
-  scale.max = WarpRowMax(row);
+  scale.max = max;
 #pragma unroll
   for (int j = 0; j < row.size(); ++j) row[j] = ExpNonPositive(row[j] - scale.max);
   scale.sum = WarpRowSum(row, [&](int j) { return row[j]; });
@@ -275,7 +288,7 @@ __device__ __forceinline__ RowScale ScoreRow(const TopkRouterOptions& o, Row& ro
     case ScoreKind::kSoftmaxAfterTopk:
       break;
     case ScoreKind::kSoftmax:
-      scale = SoftmaxRow(row);
+      scale = SoftmaxRow(row, WarpRowMax(row));
       break;
     case ScoreKind::kSigmoid:
 #pragma unroll
@@ -341,14 +354,28 @@ __device__ __forceinline__ void TopFour(uint32_t* keys) {
 
 // ---- Selection of few experts from a row in registers.
 
-// Is block b's part of the thread's columns in a kept group? One bit for each block.
-template <class Columns>
-__device__ __forceinline__ uint32_t KeptBlocks(const TopkRouterOptions& o, int num_experts,
+// The two highest of two descending pairs, descending.
+__device__ __forceinline__ void MergeTwo(uint32_t* a, const uint32_t* b) {
+  const uint32_t lower = min(a[0], b[0]);
+  a[0] = max(a[0], b[0]);
+  a[1] = max(lower, max(a[1], b[1]));
+}
+
+// log2 of the threads of a group, where FitsRegisters.
+__device__ __forceinline__ int LogGroupThreads(const TopkRouterOptions& o, int num_experts) {
+  const int vec = NeighbouringColumns(num_experts);
+  return o.num_groups > 1 ? 31 - __clz(num_experts / o.num_groups / vec) : 0;
+}
+
+// Is block b's part of the thread's columns in a kept group? One bit for each block. `kDepth`, 2 or
+// 4: a group's score is of at most so many values.
+template <class Columns, int kDepth>
+__device__ __forceinline__ uint32_t KeptBlocks(const TopkRouterOptions& o, int log_group_threads,
                                                const uint32_t* keys, int lane) {
   constexpr int kVec = Columns::kVec;
   constexpr int kBlocks = Columns::kSize / kVec;
-  const int threads = num_experts / o.num_groups / kVec;  // of a group
-  const int groups_of_block = kWarp / threads;
+  const int log_groups_of_block = 5 - log_group_threads;
+  const int groups_of_block = 1 << log_groups_of_block;
   uint32_t mine = kExcludedKey;  // of group `lane`
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
@@ -357,36 +384,48 @@ __device__ __forceinline__ uint32_t KeptBlocks(const TopkRouterOptions& o, int n
     for (int c = 0; c < kVec; ++c) highest[c] = keys[b * kVec + c];
     if constexpr (kVec == 2) {
       SortPair(highest, highest + 1);
+    } else if constexpr (kDepth == 2) {
+      SortPair(highest, highest + 1);
+      SortPair(highest + 2, highest + 3);
+      MergeTwo(highest, highest + 2);
     } else {
       SortFour(highest);
     }
-    for (int stride = 1; stride < threads; stride *= 2) {
+    for (int stride = 1; stride < 1 << log_group_threads; stride *= 2) {
       uint32_t others[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) others[i] = __shfl_xor_sync(kAllLanes, highest[i], stride);
-      MergeFour(highest, others);
+      for (int i = 0; i < kDepth; ++i) others[i] = __shfl_xor_sync(kAllLanes, highest[i], stride);
+      if constexpr (kDepth == 2) {
+        MergeTwo(highest, others);
+      } else {
+        MergeFour(highest, others);
+      }
     }
     // The adjacent-pair tree, padded with +0.
     float sum = SelectionValue(highest[0]);
     if (o.group_values > 1) sum = sum + SelectionValue(highest[1]);
-    if (o.group_values > 2) {
+    if (kDepth > 2 && o.group_values > 2) {
       const float last = o.group_values > 3 ? SelectionValue(highest[3]) : 0.0f;
       sum = sum + (SelectionValue(highest[2]) + last);
     }
-    const uint32_t key =
-        __shfl_sync(kAllLanes, SelectionKey(sum), lane % groups_of_block * threads);
-    if (lane / groups_of_block == b) mine = key;
+    const uint32_t key = __shfl_sync(kAllLanes, SelectionKey(sum),
+                                     (lane & (groups_of_block - 1)) << log_group_threads);
+    if (lane >> log_groups_of_block == b) mine = key;
   }
   if (lane >= o.num_groups) mine = kExcludedKey;
-  int rank = 0;
-  for (int g = 0; g < o.num_groups; ++g) {
-    rank += RanksBefore(__shfl_sync(kAllLanes, mine, g), g, mine, lane) ? 1 : 0;
+  // One after the other: the highest key, and of equal ones the lowest lane.
+  uint32_t kept = 0;
+  for (int i = 0; i < o.group_topk; ++i) {
+    const uint32_t best = __reduce_max_sync(kAllLanes, mine);
+    const uint32_t equal = __ballot_sync(kAllLanes, mine == best);
+    const uint32_t first = equal & (0u - equal);
+    kept |= first;
+    if ((first >> lane) & 1u) mine = kExcludedKey;
   }
-  const uint32_t kept = __ballot_sync(kAllLanes, lane < o.num_groups && rank < o.group_topk);
   uint32_t blocks = 0;
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    const int group = b * groups_of_block + lane / threads;
+    const int group = b * groups_of_block + (lane >> log_group_threads);
     if (group < o.num_groups) blocks |= ((kept >> group) & 1u) << b;
   }
   return blocks;
@@ -433,22 +472,32 @@ __device__ __noinline__ int SelectByRounds(const float* scores, const float* bia
 // exact keys, and any doubt (one thread had more than four, equal cut keys at the end or in a wrong
 // order) goes to SelectByRounds. `cut_is_exact`: no key loses a bit, so equal ones are in order.
 template <class Columns>
-__device__ __forceinline__ int SelectFew(const TopkRouterOptions& o, int num_experts,
+__device__ __forceinline__ int SelectFew(const TopkRouterOptions& o, int log_group_threads,
                                          const float* row, const float* scores, const float* bias,
                                          bool cut_is_exact, int lane) {
   constexpr int kVec = Columns::kVec;
   constexpr int kSize = Columns::kSize;
-  constexpr uint32_t kColumnBits = Columns::kPitch - 1;
-  static_assert((Columns::kPitch & kColumnBits) == 0, "a power of two");
+  // A whole byte where that is enough, for it moves in one instruction.
+  constexpr uint32_t kColumnBits = Columns::kPitch <= 256 ? 0xff : Columns::kPitch - 1;
+  static_assert((Columns::kPitch & (Columns::kPitch - 1)) == 0, "a power of two");
   uint32_t keys[kSize];
 #pragma unroll
   for (int j = 0; j < kSize; ++j) keys[j] = SumKey(row[j] + bias[Columns::Of(lane, j)]);
   uint32_t kept = ~0u;
-  if (o.num_groups > 1) kept = KeptBlocks<Columns>(o, num_experts, keys, lane);
+  if (o.num_groups > 1) {
+    kept = o.group_values > 2 ? KeptBlocks<Columns, 4>(o, log_group_threads, keys, lane)
+                              : KeptBlocks<Columns, 2>(o, log_group_threads, keys, lane);
+  }
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
     // Lower columns rank first among equals.
-    keys[j] = (keys[j] & ~kColumnBits) | (kColumnBits - Columns::Of(lane, j));
+    if constexpr (kColumnBits == 0xff) {
+      // The lowest byte, out of four that a register keeps from row to row.
+      const uint32_t four = 0x01010101u * (0xffu - Columns::Of(lane, j / 4 * 4)) - 0x03020100u;
+      keys[j] = __byte_perm(keys[j], four, 0x3214 + j % 4);
+    } else {
+      keys[j] = (keys[j] & ~kColumnBits) | (kColumnBits - Columns::Of(lane, j));
+    }
   }
   if (o.num_groups > 1) {
 #pragma unroll
@@ -459,17 +508,21 @@ __device__ __forceinline__ int SelectFew(const TopkRouterOptions& o, int num_exp
   TopFour<kSize>(keys);
   constexpr int kDepth = kSize < 4 ? kSize : 4;
   uint32_t mine = 0;
-#pragma unroll 2
-  for (int i = 0; i <= o.topk; ++i) {
-    const uint32_t best = __reduce_max_sync(kAllLanes, keys[0]);
-    const bool own = keys[0] == best;
+  // Rounds in threes: a round more costs less than a branch in each.
+  constexpr int kRounds = 3;
+  for (int first = 0; first <= o.topk; first += kRounds) {
 #pragma unroll
-    for (int d = 0; d + 1 < kDepth; ++d) keys[d] = own ? keys[d + 1] : keys[d];
-    // A list that may have lost some repeats its last key, which shows as a pair of equals.
-    if (kSize <= 4) keys[kDepth - 1] = own ? 0u : keys[kDepth - 1];
-    if (lane == i) mine = best;
+    for (int i = 0; i < kRounds; ++i) {
+      const uint32_t best = __reduce_max_sync(kAllLanes, keys[0]);
+      const bool own = keys[0] == best;
+#pragma unroll
+      for (int d = 0; d + 1 < kDepth; ++d) keys[d] = own ? keys[d + 1] : keys[d];
+      // A list that may have lost some repeats its last key, which shows as a pair of equals.
+      if (kSize <= 4) keys[kDepth - 1] = own ? 0u : keys[kDepth - 1];
+      if (lane - first == i) mine = best;
+    }
   }
-  int column = static_cast<int>(kColumnBits - (mine & kColumnBits));
+  int column = static_cast<int>(~mine & (Columns::kPitch - 1));
   uint32_t exact = 0;
   if (lane <= o.topk && mine != kExcludedKey) exact = SumKey(scores[column] + bias[column]);
   const uint32_t next_exact = __shfl_down_sync(kAllLanes, exact, 1);
@@ -484,12 +537,18 @@ __device__ __forceinline__ int SelectFew(const TopkRouterOptions& o, int num_exp
 
 // ---- Weights.
 
-// The weight of each lane's chosen expert; lanes in order of selection.
-__device__ __forceinline__ float WarpWeight(const TopkRouterOptions& o, float score, bool chosen) {
+// The highest of the chosen experts' scores.
+__device__ __forceinline__ float WarpChosenMax(float score, bool chosen) {
+  const uint32_t key = chosen ? SelectionKey(score) : kExcludedKey;
+  return SelectionValue(__reduce_max_sync(kAllLanes, key));
+}
+
+// The weight of each lane's chosen expert; lanes in order of selection. `max`: the highest of their
+// scores, for the softmax after top-k.
+__device__ __forceinline__ float WarpWeight(const TopkRouterOptions& o, float score, bool chosen,
+                                            float max) {
   float weight = score;
   if (o.kind == ScoreKind::kSoftmaxAfterTopk) {
-    const uint32_t key = chosen ? SelectionKey(score) : kExcludedKey;
-    const float max = SelectionValue(__reduce_max_sync(kAllLanes, key));
     weight = ExpNonPositive(score - max);
     weight = weight * Reciprocal(WarpListSum(chosen ? weight : 0.0f, o.topk));
   } else if (o.kind != ScoreKind::kSoftmax && o.topk > 1) {

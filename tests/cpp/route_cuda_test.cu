@@ -283,6 +283,28 @@ std::vector<Case> AllCases() {
       }
     }
   }
+  // Calls with kernels of their own (route_common.cuh), with a second chunk in each lane.
+  for (int n : {64, 128, 256, 512}) {
+    for (int kind = 0; kind < 3; ++kind) {
+      for (int values = 0; values < 3; ++values) {
+        Case c = {};
+        c.num_experts = n;
+        c.num_tokens = n <= 128 ? 33000 : 17000;
+        c.topk = values == 1 ? 8 : 6;
+        c.kind = static_cast<ScoreKind>(kind);
+        c.values = values;
+        c.bias = kind == 2 || values == 1;
+        c.masked = values == 2;
+        c.aux = c.d_weights = true;
+        c.z = kind < 2 && values == 0;
+        c.batch = 1;
+        c.num_groups = values == 1 ? 8 : 1;
+        c.group_topk = values == 1 ? 4 : 1;
+        c.group_values = values == 1 ? 2 : 1;
+        cases.push_back(c);
+      }
+    }
+  }
   return cases;
 }
 
